@@ -1,0 +1,28 @@
+"""fsdp_fx: training steps under FSDP2 as scheduled FX graphs.
+
+Record one training step (every microbatch, every chunk, one shared context), plan
+every gather, prefetch, free and reduction in an FX graph, prove the plan safe, and
+run it: inside torch.compile's graphs where the model compiles, from hooks where it
+does not. See :class:`FSDPContext`.
+"""
+
+from .context import FSDPContext
+from .passes import PassOptions, plan
+from .passes.verify import ProgramError
+from .program import Program
+from .trace import Event, Trace, UnitSpec
+from .window import IncompleteWindowError
+
+__all__ = [
+    "Event",
+    "FSDPContext",
+    "IncompleteWindowError",
+    "PassOptions",
+    "Program",
+    "ProgramError",
+    "Trace",
+    "UnitSpec",
+    "plan",
+]
+
+__version__ = "0.1.0"

@@ -1,0 +1,1 @@
+"""The eager executor: module and autograd hooks that move the window's cursor."""

@@ -1,0 +1,355 @@
+"""Hooks on modules and tensors that tell the window what compute does.
+
+For each module that ``fully_shard`` was called on, and for each chunk:
+
+- the forward pre-hook begins a use of the module's units and lets the modules show
+  the unsharded parameters; the forward hook ends it;
+- a hook on each differentiable output begins the backward use, when the first
+  gradient arrives; an identity on the differentiable inputs ends it, when the
+  module's gradients have all been computed; the end of the autograd pass ends what
+  is left (inputs that need no gradient, outputs that were not in the loss).
+
+Under torch.compile the hooks inside a captured graph leave no trace, and the same
+hooks fire where code runs eagerly. A module that is entered from eager code while
+torch.compile is active shows the unsharded parameters of every unit below it, so
+that the capture sees plain tensors; who gathers them is the graph's business then.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
+
+from ..torch_internals import (
+    active_compile_callback,
+    compile_backend,
+    current_graph_task,
+    queue_callback,
+    skip_code,
+)
+from ..units import ShardedModule, Unit
+from ..window import ForwardCall, Use, Window
+
+__all__ = ["ModuleHooks", "differentiable_tensors"]
+
+
+def _map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
+    """Apply ``function`` to every tensor in nested containers and dataclasses."""
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        changes = {
+            field.name: _map_tensors(function, getattr(value, field.name))
+            for field in dataclasses.fields(value)
+            if field.init
+        }
+        return dataclasses.replace(value, **changes)
+    leaves, structure = pytree.tree_flatten(value)
+    if len(leaves) == 1 and leaves[0] is value:
+        return value
+    return pytree.tree_unflatten([_map_tensors(function, leaf) for leaf in leaves], structure)
+
+
+def differentiable_tensors(value: Any) -> list[torch.Tensor]:
+    """The tensors in ``value`` that need a gradient: nested containers, dataclasses."""
+    found: list[torch.Tensor] = []
+
+    def visit(item: Any) -> None:
+        if isinstance(item, torch.Tensor):
+            if item.requires_grad:
+                found.append(item)
+        elif dataclasses.is_dataclass(item) and not isinstance(item, type):
+            for field in dataclasses.fields(item):
+                visit(getattr(item, field.name))
+        elif isinstance(item, (list, tuple)):
+            for each in item:
+                visit(each)
+        elif isinstance(item, dict):
+            for each in item.values():
+                visit(each)
+        else:
+            leaves = pytree.tree_leaves(item)
+            if not (len(leaves) == 1 and leaves[0] is item):
+                for leaf in leaves:
+                    visit(leaf)
+
+    visit(value)
+    return found
+
+
+class BackwardOf:
+    """The backward of one forward through a module, shared by its tensor hooks.
+
+    Args:
+        hooks: the module's hooks.
+        call: the forward call it belongs to.
+        counted: whether the forward counts as outstanding until the backward ends.
+    """
+
+    __slots__ = ("call", "counted", "hooks", "uses")
+
+    def __init__(self, hooks: ModuleHooks, call: ForwardCall, counted: bool) -> None:
+        self.hooks = hooks
+        self.call = call
+        self.counted = counted
+        self.uses: list[Use] = []
+
+    def begin(self, _gradient: torch.Tensor) -> None:
+        """The first gradient of an output has arrived."""
+        if not any(use.open for use in self.uses):
+            self.uses.clear()
+            self.hooks.begin_backward(self)
+
+    def end(self) -> None:
+        """The gradients of the inputs have been computed."""
+        window = self.hooks.window
+        uses, self.uses = self.uses, []
+        for use in uses:
+            if use.open:
+                window.end(use)
+
+
+class _EndOfBackward(torch.autograd.Function):
+    """The identity on a module's inputs; its backward is the end of the module's."""
+
+    @staticmethod
+    def forward(ctx: Any, backward: BackwardOf, *tensors: torch.Tensor) -> Any:
+        ctx.backward_of = backward
+        return tensors
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        ctx.backward_of.end()
+        return (None, *gradients)
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class _Entry:
+    """One forward of a module that is running."""
+
+    call: ForwardCall
+    opened_call: bool
+    recomputation: bool
+    uses: tuple[Use, ...]
+    backward: BackwardOf | None
+    exposed: tuple[Unit, ...]
+
+
+class ModuleHooks:
+    """The hooks of one module.
+
+    Args:
+        window: where the events go.
+        module: the module that the hooks are put on.
+        chunk: name of the chunk that it belongs to.
+        units: the module's own units.
+        inner_units: the units of the sharded modules below it.
+        sharded: the ``fully_shard`` call it comes from, for its casts; None for a
+            chunk that is not itself sharded.
+        is_chunk: whether the module is the chunk, whose forward is a call.
+        pass_end: called when an outermost autograd pass ends.
+    """
+
+    def __init__(
+        self,
+        window: Window,
+        module: nn.Module,
+        chunk: str,
+        units: Sequence[Unit],
+        inner_units: Sequence[Unit],
+        sharded: ShardedModule | None,
+        is_chunk: bool,
+        pass_end: Callable[[], None],
+    ) -> None:
+        self.window = window
+        self.module = weakref.ref(module)
+        self.chunk = chunk
+        self.units = tuple(units)
+        self.inner_units = tuple(inner_units)
+        self.is_chunk = is_chunk
+        self._pass_end = pass_end
+        self._entries: list[_Entry] = []
+        self._handles: list[RemovableHandle] = []
+        self._install(module, sharded)
+
+    def remove(self) -> None:
+        """Take the hooks off the module."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def forget(self) -> None:
+        """Forget the forwards that are running: an exception crossed them."""
+        self._entries.clear()
+
+    def _install(self, module: nn.Module, sharded: ShardedModule | None) -> None:
+        before, after = self._before_forward, self._after_forward
+        # Dynamo must neither trace these nor compile their frames on their own.
+        before = torch._dynamo.disable(before)
+        after = torch._dynamo.disable(after)
+
+        def pre_hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():
+                return None
+            return before(module, args, kwargs, active_compile_callback())
+
+        def post_hook(module: nn.Module, args: Any, output: Any) -> None:
+            if torch.compiler.is_compiling():
+                return
+            after(module, output)
+
+        add = self._handles.append
+        if sharded is not None and sharded.input_dtype is not None:
+            cast_inputs = _input_cast(sharded.input_dtype)
+            add(module.register_forward_pre_hook(cast_inputs, prepend=True, with_kwargs=True))
+        add(module.register_forward_pre_hook(pre_hook, prepend=True, with_kwargs=True))
+        add(module.register_forward_hook(post_hook, always_call=True))
+        if sharded is not None and sharded.output_dtype is not None:
+            add(module.register_forward_hook(_output_cast(sharded.output_dtype)))
+        skip_code(pre_hook.__code__)
+        skip_code(post_hook.__code__)
+
+    # Forward
+
+    def _before_forward(
+        self,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        compile_callback: Callable[..., object] | None,
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        window = self.window
+        recomputation = current_graph_task() != -1
+        if recomputation:
+            opened_call = False
+            uses = tuple(window.begin_recomputation(unit) for unit in self.units)
+            call = window.backward_call or ForwardCall(self.chunk, window.number, -1, False)
+        else:
+            opened_call = self.is_chunk or not window.current
+            if opened_call:
+                training = module.training and torch.is_grad_enabled()
+                call = window.open_call(self.chunk, training)
+            else:
+                call = window.current[-1]
+            uses = tuple(window.begin(unit, "F", call) for unit in self.units)
+        exposed = self.units
+        if compile_callback is not None and self.inner_units:
+            self._require_our_backend(module, compile_callback)
+            exposed = self.units + self.inner_units
+        for unit in exposed:
+            unit.expose()
+        entry = _Entry(call, opened_call, recomputation, uses, None, exposed)
+        self._entries.append(entry)
+        if not torch.is_grad_enabled():
+            return None
+        entry.backward = BackwardOf(self, call, counted=not recomputation)
+        if not self.units:
+            return None
+        tensors = differentiable_tensors((args, kwargs))
+        if not tensors:
+            return None
+        marked = iter(_EndOfBackward.apply(entry.backward, *tensors))
+        result: tuple[tuple[Any, ...], dict[str, Any]] = _map_tensors(
+            lambda tensor: next(marked) if tensor.requires_grad else tensor, (args, kwargs)
+        )
+        return result
+
+    def _require_our_backend(
+        self, module: nn.Module, compile_callback: Callable[..., object]
+    ) -> None:
+        # Another backend would compute with parameters that nobody has gathered.
+        backend = compile_backend(compile_callback)
+        if not getattr(backend, "schedules_units", False):
+            name = getattr(backend, "__name__", type(backend).__name__)
+            raise RuntimeError(
+                f"{type(module).__name__} holds other units ({self.inner_units[0].spec.name}, "
+                f'...) and is compiled with backend {name}: use torch.compile(backend="fsdp_fx"), '
+                "or compile the units' modules one by one"
+            )
+
+    def _after_forward(self, module: nn.Module, output: Any) -> None:
+        if not self._entries:
+            return  # forgotten by abort()
+        entry = self._entries.pop()
+        window = self.window
+        for unit in entry.exposed:
+            unit.conceal()
+        for use in reversed(entry.uses):
+            window.end(use)
+        failed = output is None and sys.exc_info()[0] is not None
+        if failed and not entry.recomputation and entry.call.training:
+            # Early-stopping recomputation also ends in an exception, by design.
+            window.fail(f"an exception crossed the forward of {type(module).__name__}")
+        tensors = differentiable_tensors(output) if entry.backward is not None else []
+        if entry.opened_call:
+            window.close_call(entry.call, needs_backward=bool(tensors))
+        if not tensors:
+            return
+        backward = entry.backward
+        assert backward is not None
+        if backward.counted:
+            outstanding = entry.call.outstanding
+            for unit in self.units:
+                outstanding[unit] = outstanding.get(unit, 0) + 1
+        for tensor in tensors:
+            tensor.register_hook(backward.begin)
+
+    # Backward
+
+    def begin_backward(self, backward: BackwardOf) -> None:
+        """Begin the backward use of each unit, and hear of the autograd pass's end."""
+        window = self.window
+        window.enter_backward(backward.call)
+        self._watch_pass()
+        for unit in self.units:
+            use = window.begin(unit, "B", backward.call)
+            use.contributes = backward.counted
+            window.track_backward(use)
+            backward.uses.append(use)
+
+    def _watch_pass(self) -> None:
+        task = current_graph_task()
+        window, pass_end = self.window, self._pass_end
+        if not window.enter_pass(task):
+            return
+
+        def ended() -> None:
+            if window.leave_pass(task):
+                pass_end()
+
+        queue_callback(ended)
+
+
+def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != dtype else tensor
+
+
+def _input_cast(dtype: torch.dtype) -> Callable[..., Any]:
+    """FSDP2's cast of floating-point inputs to ``param_dtype``, in a form that is traced."""
+
+    def cast_inputs(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return (
+            _map_tensors(lambda tensor: _cast(tensor, dtype), args),
+            _map_tensors(lambda tensor: _cast(tensor, dtype), kwargs),
+        )
+
+    skip_code(cast_inputs.__code__)
+    return cast_inputs
+
+
+def _output_cast(dtype: torch.dtype) -> Callable[..., Any]:
+    """FSDP2's cast of floating-point outputs to ``output_dtype``, in a form that is traced."""
+
+    def cast_outputs(module: nn.Module, args: Any, output: Any) -> Any:
+        return _map_tensors(lambda tensor: _cast(tensor, dtype), output)
+
+    skip_code(cast_outputs.__code__)
+    return cast_outputs

@@ -1,0 +1,411 @@
+"""The schedule of one window as an FX graph, and how it prints.
+
+A :class:`Program` is a trace (:mod:`fsdp_fx.trace`) with the schedule in it. Its
+graph holds nothing but calls of the five operations below, paired by data edges:
+
+    handle = gather(unit)              start the all-gather of a unit
+    full = wait(handle)                make the compute stream wait for it
+    compute(full, event=...)           the event's compute begins
+    free(full, after=...)              give the full parameters back
+    reduce(unit, after=...)            start the reduction of the unit's gradients
+
+One chain gather, wait, computes, free is one interval in which a unit is resident;
+computes that share it share its one ``wait``. Around the compute of event ``i`` a
+finished program reads
+
+    [free, reduce after uses that ended with i - 1] [own gather] [wait]
+    [gathers issued ahead] compute i
+
+Events are named by their label, ``str(event)``. An ``after`` names the use, not the
+place: it stands behind the compute at ``trace.ends`` of that event, because the use
+of a parent ends after its children's.
+
+Passes (:mod:`fsdp_fx.passes`) write programs; executors follow :attr:`Program.steps`.
+The operations here compute nothing: they give the graph's Python code a meaning that
+can be run and inspected without a process group.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Literal, cast
+
+from torch import fx
+
+from fsdp_fx.trace import Call, Event, Trace
+
+__all__ = [
+    "Full",
+    "Handle",
+    "Operation",
+    "Program",
+    "Step",
+    "compute",
+    "compute_nodes",
+    "end_order",
+    "free",
+    "gather",
+    "operation",
+    "place_after",
+    "reduce",
+    "unit_of",
+    "wait",
+]
+
+Operation = Literal["gather", "wait", "compute", "free", "reduce"]
+
+_PHASES = {"F": "forward", "B": "backward"}
+# Comments of longer lines start wherever the code ends.
+_COMMENT_COLUMN = 72
+
+
+@dataclass(frozen=True)
+class Handle:
+    """A gather in flight.
+
+    Args:
+        unit: name of the unit being gathered.
+    """
+
+    unit: str
+
+
+@dataclass(frozen=True)
+class Full:
+    """The full parameters of a unit, ready to compute with.
+
+    Args:
+        unit: name of the unit.
+    """
+
+    unit: str
+
+
+# Without has_side_effect, dead code elimination would drop what returns nothing.
+@fx.has_side_effect
+def gather(unit: str) -> Handle:
+    """Start gathering ``unit``; returns the handle to wait for."""
+    return Handle(unit)
+
+
+@fx.has_side_effect
+def wait(handle: Handle) -> Full:
+    """Wait for the gather behind ``handle``; returns the unit's full parameters."""
+    return Full(handle.unit)
+
+
+@fx.has_side_effect
+def compute(*full: Full, event: str) -> None:
+    """Begin the compute of ``event`` (a label), which uses ``full``."""
+
+
+@fx.has_side_effect
+def free(full: Full, after: str) -> None:
+    """Free ``full`` once the use of the event labelled ``after`` has ended."""
+
+
+@fx.has_side_effect
+def reduce(unit: str, after: str) -> None:
+    """Reduce the gradients of ``unit`` once the use of event ``after`` has ended."""
+
+
+_OPERATIONS: dict[object, Operation] = {
+    gather: "gather",
+    wait: "wait",
+    compute: "compute",
+    free: "free",
+    reduce: "reduce",
+}
+
+
+@dataclass(frozen=True)
+class Step:
+    """What an executor does around one event.
+
+    Args:
+        event: the event.
+        gathers: units whose gathers are issued before the wait, in order.
+        wait: whether to wait for the event's unit; false if an earlier event of the
+            same interval has waited.
+        prefetches: units whose gathers are issued after the wait and before the
+            compute, in order.
+        frees: units freed when the event's use ends, in order.
+        reduces: units reduced when the event's use ends, after the frees.
+    """
+
+    event: Event
+    gathers: tuple[str, ...]
+    wait: bool
+    prefetches: tuple[str, ...]
+    frees: tuple[str, ...]
+    reduces: tuple[str, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """A trace with its schedule: an immutable value, rewritten only by passes.
+
+    Args:
+        graph_module: the graph, runnable Python. Treat it as read-only: passes edit
+            the copy that :meth:`copy_graph` gives them.
+        trace: the window that the program schedules.
+        provides: properties that passes have established so far.
+        resident_limit: bytes of full parameters that may be resident at an event
+            beyond the units in use there; ``None`` for no limit.
+    """
+
+    graph_module: fx.GraphModule
+    trace: Trace
+    provides: frozenset[str] = frozenset()
+    resident_limit: int | None = None
+
+    @classmethod
+    def from_trace(cls, trace: Trace) -> Program:
+        """The program that computes every event of ``trace`` and does nothing else.
+
+        Raises:
+            ValueError: two events of the trace have the same label.
+        """
+        graph = fx.Graph()
+        labels: set[str] = set()
+        for position, event in enumerate(trace):
+            label = str(event)
+            if label in labels:
+                raise ValueError(f"event {position} ({label}) appears twice in the trace")
+            labels.add(label)
+            # FX turns the dots and the space of a label into underscores.
+            graph.create_node("call_function", compute, (), {"event": label}, f"compute_{label}")
+        graph.output(())
+        return cls(_module(graph), trace, frozenset({"computes"}))
+
+    def copy_graph(self) -> fx.Graph:
+        """A copy of the graph, for a pass to edit."""
+        graph = fx.Graph()
+        graph.output(graph.graph_copy(self.graph_module.graph, {}))
+        return graph
+
+    def with_graph(self, graph: fx.Graph) -> Program:
+        """This program with another graph."""
+        return replace(self, graph_module=_module(graph))
+
+    @cached_property
+    def positions(self) -> Mapping[str, int]:
+        """Positions in the trace by event label."""
+        return {str(event): position for position, event in enumerate(self.trace)}
+
+    @cached_property
+    def steps(self) -> tuple[Step, ...]:
+        """One step per event, in trace order: what both executors follow.
+
+        Meaningful for a program that verifies; nothing is checked here.
+        """
+        frees: dict[str, list[str]] = {}
+        reduces: dict[str, list[str]] = {}
+        heads: list[tuple[str, tuple[str, ...], bool, tuple[str, ...]]] = []
+        issued: list[str] = []
+        before_wait: tuple[str, ...] | None = None
+        for node in self.graph_module.graph.nodes:
+            match operation(node):
+                case "gather":
+                    issued.append(unit_of(node))
+                case "wait":
+                    before_wait, issued = tuple(issued), []
+                case "compute":
+                    waited = before_wait is not None
+                    heads.append((_label(node), before_wait or (), waited, tuple(issued)))
+                    before_wait, issued = None, []
+                case "free":
+                    frees.setdefault(_label(node), []).append(unit_of(node))
+                case "reduce":
+                    reduces.setdefault(_label(node), []).append(unit_of(node))
+        return tuple(
+            Step(
+                self.trace[self.positions[label]],
+                gathers,
+                waited,
+                prefetches,
+                tuple(frees.get(label, ())),
+                tuple(reduces.get(label, ())),
+            )
+            for label, gathers, waited, prefetches in heads
+        )
+
+    def verify(self) -> Program:
+        """Prove the program safe to run; see :mod:`fsdp_fx.passes.verify`.
+
+        Returns:
+            The program itself.
+
+        Raises:
+            ProgramError: the program breaks a rule; names the rule and the node.
+        """
+        from fsdp_fx.passes.verify import verify
+
+        return verify(self)
+
+    def save_timeline(self, path: str | os.PathLike[str]) -> None:
+        """Draw the program; see :func:`fsdp_fx.timeline.save_timeline`.
+
+        Args:
+            path: a file ending in ``.png``, ``.svg`` or ``.json`` (Perfetto).
+        """
+        from fsdp_fx.timeline import save_timeline
+
+        save_timeline(self, path)
+
+    def print_readable(self, print_output: bool = True) -> str:
+        """The program as commented Python, one line per node, by call.
+
+        Args:
+            print_output: also print the text.
+
+        Returns:
+            The text.
+        """
+        text = "\n".join(_lines(self))
+        if print_output:
+            print(text)
+        return text
+
+    def __str__(self) -> str:
+        return self.print_readable(print_output=False)
+
+
+def operation(node: fx.Node) -> Operation | None:
+    """Which of the five operations ``node`` calls; ``None`` for any other node."""
+    return _OPERATIONS.get(node.target) if node.op == "call_function" else None
+
+
+def unit_of(node: fx.Node) -> str:
+    """The unit that a gather, wait, free or reduce node is about."""
+    while isinstance(source := node.args[0], fx.Node):
+        node = source
+    return cast(str, source)
+
+
+def compute_nodes(graph: fx.Graph) -> list[fx.Node]:
+    """The compute nodes of ``graph``, in order: in a sound program, one per event."""
+    return graph.find_nodes(op="call_function", target=compute)
+
+
+def end_order(trace: Trace, position: int) -> tuple[int, int]:
+    """Sorts the uses of a trace by when they end.
+
+    Of uses that end at the same place, the enclosing one, which began earlier, ends
+    last.
+    """
+    return trace.ends[position], -position
+
+
+def place_after(program: Program, computes: Sequence[fx.Node], position: int) -> fx.Node:
+    """Where in a graph a free or reduction after one event belongs.
+
+    Args:
+        program: the program that the graph is a copy of.
+        computes: the compute nodes of the graph that is being edited.
+        position: position of the event whose use must have ended.
+
+    Returns:
+        The node to insert behind: the compute at which the use ends, or the last free
+        or reduction there that is not of an enclosing use.
+    """
+    node = computes[program.trace.ends[position]]
+    while operation(node.next) in ("free", "reduce"):
+        if program.positions[_label(node.next)] < position:
+            break
+        node = node.next
+    return node
+
+
+def _module(graph: fx.Graph) -> fx.GraphModule:
+    return fx.GraphModule({}, graph, class_name="Program")
+
+
+def _label(node: fx.Node) -> str:
+    """The event that a compute, free or reduce node names."""
+    return cast(str, node.kwargs["event" if operation(node) == "compute" else "after"])
+
+
+def _lines(program: Program) -> Iterator[str]:
+    """The lines of :meth:`Program.print_readable`."""
+    yield _header(program)
+    starts = {call.start: call for call in program.trace.calls}
+    place = -1  # of the last compute seen
+    heading = -1  # of the last event whose call has its heading
+    for node in program.graph_module.graph.nodes:
+        kind = operation(node)
+        if kind is None:
+            continue
+        # Frees and reductions close the event before them; the rest opens the next.
+        opens = place if kind in ("free", "reduce") else place + 1
+        if opens > heading:
+            heading = opens
+            if opens in starts:
+                yield ""
+                yield _heading(starts[opens])
+        if kind == "compute":
+            place += 1
+        code = f"    {_code(node, kind)}"
+        yield f"{code:<{_COMMENT_COLUMN}}  # {_comment(program, node, kind, opens)}"
+
+
+def _header(program: Program) -> str:
+    from fsdp_fx.planning.memory import format_bytes, peak_resident_bytes
+
+    trace = program.trace
+    counts = {kind: 0 for kind in _OPERATIONS.values()}
+    for node in program.graph_module.graph.nodes:
+        if (kind := operation(node)) is not None:
+            counts[kind] += 1
+    ahead = sum(len(step.prefetches) for step in program.steps)
+    chunks = len({unit.chunk for unit in trace.units})
+    return (
+        f"# program: {len(trace)} events, {len(trace.units)} units, {chunks} chunks; "
+        f"{counts['gather']} gathers ({ahead} ahead), {counts['free']} frees, "
+        f"{counts['reduce']} reductions; "
+        f"peak {format_bytes(peak_resident_bytes(program))} resident"
+    )
+
+
+def _heading(call: Call) -> str:
+    return f"# chunk {call.chunk}, {_PHASES[call.phase]}, microbatch {call.microbatch}"
+
+
+def _code(node: fx.Node, kind: Operation) -> str:
+    arguments = [arg.name if isinstance(arg, fx.Node) else f'"{arg}"' for arg in node.args]
+    arguments += [f'{key}="{value}"' for key, value in node.kwargs.items()]
+    call = f"{kind}({', '.join(arguments)})"
+    return f"{node.name} = {call}" if kind in ("gather", "wait") else call
+
+
+def _comment(program: Program, node: fx.Node, kind: Operation, place: int) -> str:
+    """Unit, phase, microbatch and bytes of a node, and what a gather ahead is for."""
+    from fsdp_fx.planning.memory import format_bytes
+
+    trace = program.trace
+    position = _serves(program, node, kind, place)
+    event = trace[position]
+    name = event.unit if kind == "compute" else unit_of(node)
+    unit = trace.unit(name)
+    size = format_bytes(unit.gradient_bytes if kind == "reduce" else unit.bytes)
+    text = f"{name}, {_PHASES[event.phase]}, microbatch {event.microbatch}, {size}"
+    if kind == "gather" and position != place:
+        text += f", ahead for {event}"
+    return text
+
+
+def _serves(program: Program, node: fx.Node, kind: Operation, place: int) -> int:
+    """Position of the event that a node belongs to; for a gather, its first use."""
+    if kind in ("compute", "free", "reduce"):
+        return program.positions[_label(node)]
+    uses = [
+        program.positions[_label(user)]
+        for waiter in (node.users if kind == "gather" else (node,))
+        for user in waiter.users
+        if operation(user) == "compute"
+    ]
+    # An unfinished program may hold a gather that nothing uses yet.
+    return min(uses, default=min(place, len(program.trace) - 1))

@@ -1,0 +1,134 @@
+"""What ran how: the transformed graphs, and what fell back.
+
+Executors write here; ``FSDPContext.explain`` reads. Nothing here decides anything.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import fx
+
+from .program import Program
+from .residency import Stats
+
+__all__ = ["Fallback", "GraphKey", "Report"]
+
+logger = logging.getLogger("fsdp_fx")
+
+
+class GraphKey(NamedTuple):
+    """Which transformed graph: of which chunk, direction and variant.
+
+    Attributes:
+        chunk: name of the chunk that it ran for.
+        direction: ``"forward"``, ``"backward"`` or ``"inference"``.
+        graph: number of the captured graph among the context's; a graph break gives
+            a chunk several, identical chunks share one.
+        variant: ``"on demand"``, or ``"slice N"`` for the Nth distinct slice of a
+            program that the graph was combined with.
+    """
+
+    chunk: str
+    direction: str
+    graph: int
+    variant: str
+
+
+@dataclass(frozen=True)
+class Fallback:
+    """Something that did not run as a part of a compiled graph, or of the program.
+
+    Attributes:
+        where: the chunk or unit.
+        what: what ran instead.
+        why: the reason.
+    """
+
+    where: str
+    what: str
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.what}: {self.why}"
+
+
+class Report:
+    """What executors write down.
+
+    Attributes:
+        graphs: the transformed graphs that ran.
+        fallbacks: each distinct fallback once, in the order of their first time.
+        regions_compiled: distinct regions compiled.
+        region_uses: regions in the graphs, each of which one of those serves.
+    """
+
+    def __init__(self) -> None:
+        self.graphs: dict[GraphKey, fx.GraphModule] = {}
+        self.fallbacks: dict[Fallback, int] = {}
+        self.compile_seconds = 0.0
+        self.regions_compiled = 0
+        self.region_uses = 0
+
+    def fall_back(self, fallback: Fallback) -> None:
+        """Note ``fallback``; one log line at its first time."""
+        times = self.fallbacks.get(fallback, 0)
+        if not times:
+            logger.warning("fell back: %s", fallback)
+        self.fallbacks[fallback] = times + 1
+
+    def explain(
+        self, mode: str, stats: Stats, chunks: Sequence[str], programs: Sequence[Program]
+    ) -> str:
+        """The whole story as text.
+
+        Args:
+            mode: the context's mode.
+            stats: its counters.
+            chunks: names of its chunks.
+            programs: the programs that it knows, the latest last.
+        """
+        lines = [
+            f"{mode} mode, {len(chunks)} chunks, {len(programs)} programs known",
+            f"windows: {stats.windows} closed, {stats.recorded_windows} recorded, "
+            f"{stats.replayed_windows} replayed, {stats.switches} switched to another known "
+            f"program, {stats.divergences} diverged, {stats.aborts} aborted",
+            f"gathers: {stats.gathers}, {stats.on_demand_gathers} on demand, "
+            f"{stats.prefetched_gathers} ahead of need, {stats.dropped_gathers} dropped unused",
+            f"reductions: {stats.reductions}",
+        ]
+        for index, program in enumerate(programs):
+            trace = program.trace
+            lines.append(
+                f"program {index}: {len(trace)} events in {len(trace.calls)} calls, "
+                f"fingerprint {trace.fingerprint[:12]}"
+            )
+        compiled = {key.chunk for key in self.graphs}
+        for chunk in chunks:
+            if chunk not in compiled:
+                lines.append(f"chunk {chunk}: eager, scheduled from hooks")
+                continue
+            keys = [key for key in self.graphs if key.chunk == chunk]
+            graphs = sorted({(key.graph, key.direction) for key in keys})
+            lines.append(
+                f"chunk {chunk}: compiled, "
+                + ", ".join(
+                    f"graph {graph} {direction} in "
+                    f"{sum(key.graph == graph and key.direction == direction for key in keys)} "
+                    "variants"
+                    for graph, direction in graphs
+                )
+            )
+        if self.region_uses:
+            lines.append(
+                f"regions: {self.region_uses} in the graphs, {self.regions_compiled} compiled"
+            )
+        if self.fallbacks:
+            lines.append("fallbacks:")
+            lines.extend(f"  {fallback} ({n} times)" for fallback, n in self.fallbacks.items())
+        else:
+            lines.append("fallbacks: none")
+        return "\n".join(lines)

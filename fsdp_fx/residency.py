@@ -1,0 +1,137 @@
+"""Who is unsharded, in flight, or in use.
+
+Every gather and free of the package goes through one :class:`Residency`, whoever
+asks for it: an eager hook, a compiled graph, an evaluation, a recomputation. It
+makes both idempotent, keeps a count of uses so that nobody frees what another
+still reads, and counts what happened.
+
+It knows no order: when something is gathered or freed is the program's decision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .units import Unit
+
+__all__ = ["Residency", "Stats"]
+
+
+@dataclass
+class Stats:
+    """Counters since the context was made, as plain numbers.
+
+    Attributes:
+        gathers: all-gathers started.
+        on_demand_gathers: those started at the event that needed them.
+        prefetched_gathers: those started ahead of need.
+        dropped_gathers: those whose unit was freed before anything used it.
+        bytes_gathered: bytes of full parameters that the gathers produced.
+        frees: times that a unit's full parameters were freed.
+        reductions: gradient reductions started.
+        windows: windows closed.
+        recorded_windows: windows that became a new trace.
+        replayed_windows: windows that followed a known program to their end.
+        divergences: windows that left the program they had started with for one
+            that was not known yet.
+        switches: windows that went on with another known program.
+        aborts: windows discarded by ``abort()``.
+        resident_bytes: bytes of full parameters gathered or in flight now.
+        peak_resident_bytes: the most that ``resident_bytes`` has been.
+    """
+
+    gathers: int = 0
+    on_demand_gathers: int = 0
+    prefetched_gathers: int = 0
+    dropped_gathers: int = 0
+    bytes_gathered: int = 0
+    frees: int = 0
+    reductions: int = 0
+    windows: int = 0
+    recorded_windows: int = 0
+    replayed_windows: int = 0
+    divergences: int = 0
+    switches: int = 0
+    aborts: int = 0
+    resident_bytes: int = 0
+    peak_resident_bytes: int = 0
+
+
+class Residency:
+    """The gathered units of one context.
+
+    Args:
+        stats: counters to keep.
+    """
+
+    def __init__(self, stats: Stats) -> None:
+        self.stats = stats
+
+    def prefetch(self, unit: Unit) -> None:
+        """Start a gather ahead of need, unless the unit is there or on its way."""
+        # Named by the program, the unit is wanted again: a free that was put off
+        # until its present use ends must not happen.
+        unit.free_at_release = False
+        if not (unit.unsharded or unit.in_flight):
+            self._start(unit)
+            self.stats.prefetched_gathers += 1
+
+    def acquire(self, unit: Unit) -> None:
+        """Begin a use: gather the unit if it is absent and make compute wait for it."""
+        unit.free_at_release = False
+        if not unit.unsharded:
+            if not unit.in_flight:
+                self._start(unit)
+                self.stats.on_demand_gathers += 1
+            unit.wait()
+        unit.holds += 1
+
+    def release(self, unit: Unit) -> None:
+        """End a use. The unit stays until :meth:`free`, or goes now if that came before."""
+        unit.holds -= 1
+        if unit.holds == 0 and unit.free_at_release:
+            self.free(unit)
+
+    def free(self, unit: Unit) -> None:
+        """Free the unit; put off while it is in use; nothing if it is sharded."""
+        if unit.holds:
+            unit.free_at_release = True
+            return
+        unit.free_at_release = False
+        if unit.in_flight:
+            self.stats.dropped_gathers += 1
+        elif not unit.unsharded:
+            return
+        unit.free()
+        self.stats.frees += 1
+        self.stats.resident_bytes -= unit.spec.bytes
+
+    def free_idle(self, units: Sequence[Unit]) -> None:
+        """Free those of ``units`` that nobody uses."""
+        for unit in units:
+            if not unit.holds:
+                self.free(unit)
+
+    def reduce(self, unit: Unit) -> None:
+        """Start the reduction of the unit's gradients, if it has any."""
+        if unit.has_gradients:
+            unit.reduce()
+            self.stats.reductions += 1
+
+    def reset(self, units: Sequence[Unit]) -> None:
+        """Free every unit whoever uses it, and drop gradients that are not reduced."""
+        for unit in units:
+            if unit.unsharded or unit.in_flight:
+                self.stats.frees += 1
+                self.stats.resident_bytes -= unit.spec.bytes
+            unit.reset()
+
+    def _start(self, unit: Unit) -> None:
+        unit.gather()
+        stats, size = self.stats, unit.spec.bytes
+        stats.gathers += 1
+        stats.bytes_gathered += size
+        stats.resident_bytes += size
+        if stats.resident_bytes > stats.peak_resident_bytes:
+            stats.peak_resident_bytes = stats.resident_bytes

@@ -1,0 +1,59 @@
+"""Private names of torch outside of FSDP2, that the eager executor relies on.
+
+:mod:`fsdp_fx.units` has FSDP2's; :mod:`fsdp_fx.compile.torch_internals` has the
+compiler's. Kept apart so that a new torch is checked in three places and no more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch._dynamo
+
+__all__ = ["active_compile_callback", "compile_backend", "current_graph_task", "queue_callback", "skip_code"]
+
+try:
+    from torch._C import _current_graph_task_id as _graph_task_id
+    from torch._C._dynamo.eval_frame import get_eval_frame_callback
+    from torch._dynamo.eval_frame import skip_code
+    from torch.autograd.variable import Variable
+
+    _queue = Variable._execution_engine.queue_callback
+except (ImportError, AttributeError) as error:
+    raise ImportError(
+        f"fsdp_fx supports torch 2.11 to 2.14; torch {torch.__version__} lacks a name that "
+        f"its hooks need: {error}"
+    ) from error
+
+
+def current_graph_task() -> int:
+    """The number of the autograd pass that is running, or -1."""
+    return int(_graph_task_id())
+
+
+def queue_callback(callback: Callable[[], None]) -> None:
+    """Call ``callback`` when the autograd pass that is running ends."""
+    _queue(callback)
+
+
+def active_compile_callback() -> Callable[..., object] | None:
+    """What torch.compile would call for the next Python frame, or None outside of it."""
+    callback = get_eval_frame_callback()
+    return callback if callable(callback) else None
+
+
+
+
+def compile_backend(callback: object) -> object:
+    """The backend behind torch.compile's callback: what ``backend=`` named."""
+    attributes = ("_torchdynamo_orig_backend", "_torchdynamo_orig_callable", "compiler_fn")
+    seen: list[object] = []
+    while callback not in seen:
+        seen.append(callback)
+        for attribute in attributes:
+            inner = getattr(callback, attribute, None)
+            if inner is not None:
+                callback = inner
+                break
+    return callback

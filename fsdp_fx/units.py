@@ -1,0 +1,585 @@
+"""What is scheduled: units over FSDP2's parameter groups.
+
+The only module that touches private attributes of
+``torch.distributed.fsdp._fully_shard``. The rest of the package sees
+:class:`Unit` (gather, wait, free, reduce) and :class:`ShardedModule` (which
+module a unit belongs to and how its inputs and outputs are cast).
+
+A unit does what it is told when it is told. Whether it *should* be gathered or
+freed, and who still uses it, is :mod:`fsdp_fx.residency`'s business; the order is
+the program's.
+
+Supported: torch 2.11 to 2.14. On another torch the import fails and names the
+attribute that is missing.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from .trace import UnitSpec
+
+__all__ = [
+    "Communication",
+    "ShardedModule",
+    "Unit",
+    "attach",
+    "find_sharded_modules",
+    "storage_key",
+    "unit_of_tensor",
+]
+
+SUPPORTED_TORCH = "2.11 to 2.14"
+
+try:
+    from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+    from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import (
+        FSDPCommContext,
+        FSDPParamGroup,
+    )
+    from torch.distributed.fsdp._fully_shard._fsdp_state import (
+        FSDPState,
+        _get_module_fsdp_state,
+    )
+except ImportError as error:
+    raise ImportError(
+        f"fsdp_fx supports torch {SUPPORTED_TORCH}; torch {torch.__version__} lacks a name "
+        f"that fsdp_fx.units needs: {error}"
+    ) from error
+
+# Every private name that this module uses. Methods and class attributes are looked
+# up on the class; instance attributes among the names that its ``__init__`` (or the
+# method given) stores. A tuple holds alternatives: any one of them will do.
+PRIVATE_NAMES: dict[type, tuple[str | tuple[str, str], ...]] = {
+    FSDPState: (
+        "_lazy_init",
+        ("_fsdp_param_groups", "_fsdp_param_group"),
+        "_comm_ctx",
+        "_training_state",
+        "_is_root",
+        "_modules",
+        "_mp_policy",
+        "_pre_forward_hook_handle",
+        "_post_forward_hook_handle",
+    ),
+    FSDPParamGroup: (
+        "unshard",
+        "wait_for_unshard",
+        "_to_sharded",
+        "post_backward",
+        "finalize_backward",
+        "use_training_state",
+        "is_unsharded",
+        "fsdp_params",
+        "comm_ctx",
+        "device",
+        "modules",
+        "reduce_grads",
+        "reshard_after_backward",
+        "unshard_in_backward",
+        "offload_policy",
+        "post_forward_mesh_info",
+        "_all_gather_result",
+        "_partial_reduce_output",
+        "_module_fqn",
+        "_training_state",
+    ),
+    FSDPParam: (
+        "sharded_param",
+        "_sharded_param_data",
+        "_sharded_local_tensor",
+        "_orig_size",
+        "param_dtype",
+        "orig_dtype",
+        "reduce_dtype",
+        "init_all_gather_outputs",
+        "init_unsharded_param",
+        "free_unsharded_param",
+        "unsharded_accumulated_grad",
+        "_setattr_on_modules",
+        "mesh_info",
+    ),
+    FSDPCommContext: (
+        "all_gather_copy_in_stream",
+        "all_gather_stream",
+        "all_gather_state",
+        ("reduce_scatter_states", "reduce_scatter_state"),
+    ),
+}
+
+
+def missing_private_names(names: dict[type, tuple[str | tuple[str, str], ...]]) -> list[str]:
+    """Which of ``names`` this torch lacks, as ``Class.attribute`` strings."""
+    missing = []
+    for owner, attributes in names.items():
+        stored: set[str] = set(getattr(owner, "__annotations__", ()))
+        for method in ("__init__", "init", "lazy_init", "init_dtype_attrs", "_init_sharded_param"):
+            function = getattr(owner, method, None)
+            code = getattr(inspect.unwrap(function), "__code__", None) if function else None
+            if code is not None:
+                stored.update(code.co_names)
+        for attribute in attributes:
+            choices = (attribute,) if isinstance(attribute, str) else attribute
+            if not any(hasattr(owner, name) or name in stored for name in choices):
+                missing.append(f"{owner.__name__}.{' or '.join(choices)}")
+    return missing
+
+
+if _missing := missing_private_names(PRIVATE_NAMES):
+    raise ImportError(
+        f"fsdp_fx supports torch {SUPPORTED_TORCH}; torch {torch.__version__} lacks "
+        f"{', '.join(_missing)}"
+    )
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """The identity of a tensor's storage, stable while its memory comes and goes."""
+    return tensor.untyped_storage()._cdata
+
+
+# Unsharded parameters by storage: how a compiled graph, which gets tensors, finds
+# the units (and through them the context) that it works for.
+_unit_by_storage: weakref.WeakValueDictionary[int, Unit] = weakref.WeakValueDictionary()
+
+
+def unit_of_tensor(tensor: torch.Tensor) -> Unit | None:
+    """The adopted unit whose unsharded parameter ``tensor`` is, if any."""
+    unit = _unit_by_storage.get(storage_key(tensor))
+    return unit if unit is not None and unit.owns(tensor) else None
+
+
+class Communication:
+    """The streams that every unit of a context shares.
+
+    Wraps one ``FSDPCommContext``. Without sharing, each root module would have its
+    own streams and its own idea of what is in flight.
+    """
+
+    def __init__(self, comm_context: FSDPCommContext, device: torch.device) -> None:
+        self._comm_context = comm_context
+        self._device = device
+
+    def wait_for_compute(self) -> None:
+        """Make gathers that start from here on wait for the current stream.
+
+        Called at the start of a window: parameters that the optimizer is still
+        writing must not be gathered.
+        """
+        if self._device.type == "cpu":
+            return
+        current = torch.accelerator.current_stream(self._device)
+        self._comm_context.all_gather_copy_in_stream.wait_stream(current)
+        self._comm_context.all_gather_stream.wait_stream(current)
+
+    def wait_for_reductions(self, units: Sequence[Unit]) -> None:
+        """Make the current stream wait for every reduction issued so far."""
+        comm = self._comm_context
+        if hasattr(comm, "reduce_scatter_states"):
+            states = list(comm.reduce_scatter_states)
+            comm.reduce_scatter_states.clear()
+        else:
+            states = [comm.reduce_scatter_state] if comm.reduce_scatter_state else []
+            comm.reduce_scatter_state = None
+        for state in states:
+            if state.event is not None and self._device.type != "cpu":
+                torch.accelerator.current_stream(self._device).wait_event(state.event)
+        for unit in units:
+            unit.finish_reductions()
+
+
+class Unit:
+    """The parameters that one ``fully_shard`` call groups.
+
+    Gathered, freed and reduced together. Made by :func:`attach`.
+
+    Attributes:
+        spec: name, sizes and chunk, as plain data.
+        holds: how many uses of the full parameters are under way.
+        communication: the streams shared by the context's units.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_exposures",
+        "_group",
+        "_parameter_index",
+        "communication",
+        "free_at_release",
+        "holds",
+        "in_flight",
+        "spec",
+        "unsharded",
+    )
+
+    def __init__(self, group: FSDPParamGroup, spec: UnitSpec, communication: Communication) -> None:
+        self._group = weakref.ref(group)
+        self.spec = spec
+        self.communication = communication
+        self.holds = 0
+        self.free_at_release = False
+        self.in_flight = False
+        self.unsharded = False
+        self._exposures = 0
+        self._parameter_index: dict[int, int] = {}
+
+    def __repr__(self) -> str:
+        return f"Unit({self.spec.name!r})"
+
+    @property
+    def group(self) -> FSDPParamGroup:
+        group = self._group()
+        if group is None:
+            raise ReferenceError(f"the module of unit {self.spec.name} has been deleted")
+        return group
+
+    # Gather, wait, free
+
+    def gather(self) -> None:
+        """Start the all-gather. The caller sees to it that the unit is sharded."""
+        group = self.group
+        # FORWARD selects the gather streams. On the CPU there are none, and only an
+        # asynchronous collective lets compute go on meanwhile.
+        with group.use_training_state(TrainingState.FORWARD):
+            group.unshard(async_op=group.device.type == "cpu")
+        self.in_flight = True
+
+    def wait(self) -> None:
+        """Make compute wait for this unit's own gather; the parameters are full after it."""
+        group = self.group
+        # PRE_BACKWARD gives the gather's buffer back right after the copy-out, where
+        # FORWARD would keep it until the next wait.
+        with group.use_training_state(TrainingState.PRE_BACKWARD):
+            group.wait_for_unshard()
+        self.in_flight = False
+        self.unsharded = True
+        if not self._parameter_index:
+            self._register_parameters()
+        if not self._exposures:
+            self._point_modules_at_sharded()
+
+    def free(self) -> None:
+        """Give the full parameters' memory back. A gather in flight is waited for first."""
+        group = self.group
+        if self.in_flight:
+            result = group._all_gather_result
+            if result is not None:
+                if result.all_gather_event is not None and group.device.type != "cpu":
+                    torch.accelerator.current_stream(group.device).wait_event(
+                        result.all_gather_event
+                    )
+                if result.all_gather_work is not None:
+                    result.all_gather_work.wait()
+                group._all_gather_result = None
+            self.in_flight = False
+        group._to_sharded()
+        self.unsharded = False
+        if self._exposures:
+            self._point_modules_at_unsharded()
+
+    # Which parameters the modules show
+
+    def expose(self) -> None:
+        """Let the modules show the unsharded parameters until as many :meth:`conceal` calls.
+
+        Outside of a forward the modules always show the sharded ones, so that
+        ``parameters()``, ``state_dict()`` and optimizers never see another.
+        """
+        self._exposures += 1
+        if self._exposures == 1:
+            self._materialise()
+            self._point_modules_at_unsharded()
+
+    def conceal(self) -> None:
+        """Undo one :meth:`expose`."""
+        self._exposures -= 1
+        if self._exposures == 0:
+            self._point_modules_at_sharded()
+
+    def reset(self) -> None:
+        """Forget every hold and exposure and drop the gradients that are not reduced yet."""
+        self.holds = 0
+        self.free_at_release = False
+        self._exposures = 0
+        self.free()
+        self._point_modules_at_sharded()
+        for parameter in self.group.fsdp_params:
+            if hasattr(parameter, "_unsharded_param"):
+                parameter._unsharded_param.grad = None
+            parameter.unsharded_accumulated_grad = None
+        self.group._partial_reduce_output = None
+
+    def _point_modules_at_sharded(self) -> None:
+        for parameter in self.group.fsdp_params:
+            parameter._setattr_on_modules(parameter.sharded_param)
+
+    def _point_modules_at_unsharded(self) -> None:
+        for parameter in self.group.fsdp_params:
+            unsharded, sharded = parameter._unsharded_param, parameter.sharded_param
+            if unsharded.requires_grad != sharded.requires_grad:
+                unsharded.requires_grad_(sharded.requires_grad)
+            parameter._setattr_on_modules(unsharded)
+
+    def _materialise(self) -> None:
+        # The unsharded parameters exist from the first copy-out on. A graph that is
+        # captured before needs the tensors, not their contents.
+        if self._parameter_index:
+            return
+        for parameter in self.group.fsdp_params:
+            if hasattr(parameter._sharded_local_tensor, "fsdp_post_all_gather"):
+                self.gather()
+                self.wait()
+                self.free()
+                return
+        world_size = self.group.fsdp_params[0].mesh_info.shard_mesh_size
+        for parameter in self.group.fsdp_params:
+            parameter.init_all_gather_outputs(
+                [parameter._sharded_param_data.numel()],
+                [parameter.param_dtype or parameter.orig_dtype],
+                world_size,
+                self.group.device,
+            )
+            parameter.init_unsharded_param()
+            parameter.free_unsharded_param()
+        self._register_parameters()
+
+    def _register_parameters(self) -> None:
+        for index, parameter in enumerate(self.group.fsdp_params):
+            key = storage_key(parameter._unsharded_param)
+            self._parameter_index[key] = index
+            _unit_by_storage[key] = self
+
+    def owns(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` is one of the unit's unsharded parameters."""
+        return storage_key(tensor) in self._parameter_index
+
+    # Gradients
+
+    @property
+    def trainable(self) -> bool:
+        """Whether any parameter requires a gradient now."""
+        return any(p.sharded_param.requires_grad for p in self.group.fsdp_params)
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether there are full gradients that are not reduced yet."""
+        return any(
+            p.unsharded_accumulated_grad is not None
+            or (hasattr(p, "_unsharded_param") and p._unsharded_param.grad is not None)
+            for p in self.group.fsdp_params
+        )
+
+    @property
+    def has_reduced_gradients(self) -> bool:
+        """Whether any sharded parameter has a gradient."""
+        return any(p.sharded_param.grad is not None for p in self.group.fsdp_params)
+
+    def clear_reduced_gradients(self) -> None:
+        """Set the sharded parameters' gradients to ``None``."""
+        for parameter in self.group.fsdp_params:
+            parameter.sharded_param.grad = None
+
+    def add_gradients(self, gradients: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Add full gradients that a graph computed.
+
+        Args:
+            gradients: pairs of an unsharded parameter of this unit and its gradient,
+                of the parameter's shape and dtype.
+        """
+        parameters = self.group.fsdp_params
+        for tensor, gradient in gradients:
+            unsharded = parameters[self._parameter_index[storage_key(tensor)]]._unsharded_param
+            if unsharded.grad is None:
+                unsharded.grad = gradient
+            else:
+                unsharded.grad = unsharded.grad + gradient
+
+    def reduce(self) -> None:
+        """Start the reduction of the full gradients into the sharded parameters' ``grad``.
+
+        Accumulates into a ``grad`` that is there. In flight until
+        :meth:`Communication.wait_for_reductions`.
+        """
+        self._check_gradient_sync()
+        group = self.group
+        group.post_backward()
+        group._training_state = TrainingState.IDLE
+
+    def keep_gradients(self) -> None:
+        """Accumulate the full gradients in the reduction dtype instead of reducing them."""
+        self._check_gradient_sync()
+        group = self.group
+        group.reduce_grads = False
+        try:
+            group.post_backward()
+        finally:
+            group.reduce_grads = True
+            group._training_state = TrainingState.IDLE
+
+    def finish_reductions(self) -> None:
+        """Make the current stream wait for this unit's reductions."""
+        self.group.finalize_backward()
+
+    def _check_gradient_sync(self) -> None:
+        if not self.group.reduce_grads:
+            raise RuntimeError(
+                f"unit {self.spec.name}: set_requires_gradient_sync(False) has no effect on a "
+                "module that a context schedules; remove it, or build the context with "
+                'reduce_gradients="per_window" to reduce once per window'
+            )
+
+
+@dataclass(frozen=True)
+class ShardedModule:
+    """One ``fully_shard`` call: its modules, its units, and its casts.
+
+    Args:
+        modules: weak references to the modules that were given to ``fully_shard``.
+        units: its units; none if nested calls took every parameter, several if the
+            parameters were placed on several meshes.
+        input_dtype: floating-point inputs are cast to it, if given.
+        output_dtype: floating-point outputs are cast to it, if given.
+    """
+
+    modules: tuple[weakref.ref[nn.Module], ...]
+    units: tuple[Unit, ...]
+    input_dtype: torch.dtype | None
+    output_dtype: torch.dtype | None
+
+
+def find_sharded_modules(root: nn.Module) -> Iterator[tuple[str, FSDPModule]]:
+    """The modules under ``root`` on which ``fully_shard`` was called, by path, in order."""
+    for path, module in root.named_modules():
+        if isinstance(module, FSDPModule):
+            yield path, module
+
+
+def _param_groups(state: FSDPState) -> list[FSDPParamGroup]:
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    group = state._fsdp_param_group
+    return [] if group is None else [group]
+
+
+def _refuse_unsupported(path: str, state: FSDPState) -> None:
+    """Raise for what a context would otherwise silently ignore or get wrong."""
+    where = f"module {path or 'root'!r}"
+    if state._training_state is not TrainingState.IDLE:
+        raise RuntimeError(
+            f"{where} is in the middle of a forward or backward under plain FSDP2; "
+            "adopt modules before their first forward, or between steps"
+        )
+    for group in _param_groups(state):
+        if isinstance(group.offload_policy, CPUOffloadPolicy):
+            raise ValueError(
+                f"{where} uses CPUOffloadPolicy, which fsdp_fx does not schedule yet; "
+                "shard it without an offload_policy"
+            )
+        if not group.unshard_in_backward:
+            raise ValueError(
+                f"{where}: set_unshard_in_backward(False) has no effect here; remove it"
+            )
+        if not group.reduce_grads:
+            raise ValueError(
+                f"{where}: set_requires_gradient_sync(False) has no effect here; remove it, or "
+                'build the context with reduce_gradients="per_window"'
+            )
+        mesh = group.post_forward_mesh_info
+        if mesh is not None and mesh is not group.mesh_info and mesh != group.mesh_info:
+            raise ValueError(
+                f"{where}: reshard_after_forward as an int has no effect here, the program "
+                "decides when a unit is freed; leave it out"
+            )
+
+
+def attach(
+    root: nn.Module, chunk: str, communication: Communication | None
+) -> tuple[list[ShardedModule], Communication]:
+    """Take FSDP2's own hooks off the modules under ``root`` and make units of its groups.
+
+    Args:
+        root: a module with at least one ``fully_shard`` call in its tree.
+        chunk: the chunk's name; unit names start with it.
+        communication: what the context's other chunks share, or None for the first.
+
+    Returns:
+        The sharded modules in module order, and the communication they now share.
+
+    Raises:
+        RuntimeError: a module is in the middle of plain FSDP2 training.
+        ValueError: a module uses an FSDP2 option that has no effect here.
+    """
+    sharded = list(find_sharded_modules(root))
+    states: list[tuple[str, FSDPState]] = []
+    for path, module in sharded:
+        state = _get_module_fsdp_state(module)
+        if all(state is not known for _, known in states):
+            states.append((path, state))
+    for path, state in states:
+        _refuse_unsupported(path, state)
+    for _, state in states:
+        # Modules come parents first, so this initialises each topmost one; the
+        # states below it are then initialised already.
+        if state._is_root is None:
+            state._lazy_init()
+    result: list[ShardedModule] = []
+    for path, state in states:
+        state._pre_forward_hook_handle.remove()
+        state._post_forward_hook_handle.remove()
+        groups = _param_groups(state)
+        units = []
+        for index, group in enumerate(groups):
+            if communication is None:
+                communication = Communication(group.comm_ctx, group.device)
+            group.comm_ctx = communication._comm_context
+            # The program says when a unit is freed, also after its backward.
+            group.reshard_after_backward = False
+            group._to_sharded()
+            suffix = f"[{index}]" if len(groups) > 1 else ""
+            name = (f"{chunk}.{path}" if path else chunk) + suffix
+            units.append(Unit(group, _specify(group, name, chunk), communication))
+        if communication is not None:
+            state._comm_ctx = communication._comm_context
+        policy = state._mp_policy
+        result.append(
+            ShardedModule(
+                modules=tuple(weakref.ref(module) for module in state._modules),
+                units=tuple(units),
+                input_dtype=policy.param_dtype if policy.cast_forward_inputs else None,
+                output_dtype=policy.output_dtype,
+            )
+        )
+    for _, module in sharded:
+        # Dynamo treats modules with this mark specially (it traces their hooks
+        # together with the call); units have hooks of their own.
+        module._is_fsdp_managed_module = False
+    if communication is None:
+        raise ValueError(f"chunk {chunk} has no parameters that fully_shard manages")
+    return result, communication
+
+
+def _specify(group: FSDPParamGroup, name: str, chunk: str) -> UnitSpec:
+    elements = size = gradient = 0
+    for parameter in group.fsdp_params:
+        numel = parameter._orig_size.numel()
+        dtype = parameter.param_dtype or parameter.orig_dtype
+        elements += numel
+        size += numel * dtype.itemsize
+        if parameter.sharded_param.requires_grad:
+            gradient += numel * (parameter.reduce_dtype or dtype).itemsize
+    return UnitSpec(
+        name=name,
+        chunk=chunk,
+        elements=elements,
+        bytes=size,
+        gradient_bytes=gradient,
+        trainable=gradient > 0,
+    )

@@ -1,0 +1,589 @@
+"""The window and its one cursor.
+
+Every compute event of the step, from an eager hook or from a compiled graph, comes
+through :class:`Window` in the order in which it happens. While recording, it gathers
+on demand and writes the events down. While replaying, it matches the event to the
+program, does what the program puts there, and moves on. It notices when the two
+differ, and it decides whether the window is whole when it is closed.
+
+This module registers no hooks (:mod:`fsdp_fx.eager`, :mod:`fsdp_fx.compile` do) and
+plans nothing (:mod:`fsdp_fx.passes`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from .library import BoundProgram, Key, ProgramLibrary
+from .residency import Residency
+from .trace import Event, Phase, Trace
+from .units import Communication, Unit
+
+__all__ = ["ForwardCall", "IncompleteWindowError", "Use", "Window"]
+
+logger = logging.getLogger("fsdp_fx")
+
+ReduceGradients = Literal["per_backward", "per_window"]
+
+
+class IncompleteWindowError(RuntimeError):
+    """A window was closed before it was whole. The message says what is missing."""
+
+
+@dataclass(eq=False, slots=True)
+class ForwardCall:
+    """One entry into a chunk's forward, and the backward that belongs to it.
+
+    Attributes:
+        chunk: name of the chunk.
+        window: number of the window that it belongs to.
+        microbatch: index among the chunk's training forwards of the window; -1 for
+            an evaluation.
+        training: whether its events are recorded.
+        finished: whether the forward returned.
+        needs_backward: whether some output can be differentiated.
+        has_backward: whether a backward through it has begun.
+        outstanding: per unit, forward uses whose backward is still to come.
+    """
+
+    chunk: str
+    window: int
+    microbatch: int
+    training: bool
+    finished: bool = False
+    needs_backward: bool = False
+    has_backward: bool = False
+    outstanding: dict[Unit, int] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        kind = f"microbatch {self.microbatch}" if self.training else "an evaluation"
+        return f"chunk {self.chunk}, {kind}"
+
+
+@dataclass(eq=False, slots=True)
+class Use:
+    """A stretch of compute during which a unit's full parameters are needed.
+
+    Attributes:
+        unit: the unit.
+        phase: ``"F"`` or ``"B"``.
+        call: the forward call it belongs to.
+        position: position of its event in the window, or None where there is no
+            event: in an evaluation and in a recomputation.
+        contributes: whether its end completes a forward use that is outstanding.
+        recomputes: whether it is a forward inside a backward.
+        open: whether it is still under way.
+    """
+
+    unit: Unit
+    phase: Phase
+    call: ForwardCall
+    position: int | None
+    contributes: bool = False
+    recomputes: bool = False
+    open: bool = True
+
+
+class Window:
+    """The window under way, its cursor, and the program that it follows.
+
+    Args:
+        residency: gathers and frees the units.
+        library: the programs known.
+        reduce_gradients: when gradients are reduced while no program says so.
+
+    Attributes:
+        number: windows closed or aborted before this one.
+        cursor: position of the next event.
+        current: the chunk's forward that is running, innermost last.
+        backward_call: the forward call whose backward is running.
+        on_open: called before the first event of each window.
+    """
+
+    def __init__(
+        self,
+        residency: Residency,
+        library: ProgramLibrary,
+        reduce_gradients: ReduceGradients,
+    ) -> None:
+        self.residency = residency
+        self.library = library
+        self.reduce_gradients = reduce_gradients
+        self.units: list[Unit] = []
+        self.communication: Communication | None = None
+        self.number = 0
+        self.evaluating = 0
+        self.on_open: Callable[[], None] | None = None
+        self._begin()
+
+    def _begin(self) -> None:
+        self.cursor = 0
+        self.following: BoundProgram | None = None
+        self.current: list[ForwardCall] = []
+        self.backward_call: ForwardCall | None = None
+        self.failure: str | None = None
+        self.divergence: str | None = None
+        self._opened = False
+        self._calls: list[ForwardCall] = []
+        self._microbatches: dict[str, int] = {}
+        self._backward_uses: list[Use] = []
+        self._recomputed: set[Unit] = set()
+        self._passes: list[int] = []
+        self._keys: list[Key] = []
+        self._log: list[Event] = []
+        self._ends: list[int] = []
+        self._reduces: set[int] = set()
+        self._occurrences: dict[Key, int] = {}
+        self._with_gradients: set[Unit] = set()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether anything of this window has happened."""
+        return self._opened
+
+    @property
+    def recording(self) -> bool:
+        """Whether events are being written down: no program is followed."""
+        return self._opened and self.following is None
+
+    # Calls
+
+    def open_call(self, chunk: str, training: bool) -> ForwardCall:
+        """A chunk's forward begins.
+
+        Args:
+            chunk: name of the chunk.
+            training: False for an evaluation.
+        """
+        training = training and not self.evaluating
+        microbatch = -1
+        if training:
+            if self._passes:
+                self.fail(f"an autograd pass did not end before a forward of {chunk} began")
+            self._open()
+            microbatch = self._microbatches.get(chunk, 0)
+            self._microbatches[chunk] = microbatch + 1
+        call = ForwardCall(chunk, self.number, microbatch, training)
+        if training:
+            self._calls.append(call)
+        self.current.append(call)
+        return call
+
+    def close_call(self, call: ForwardCall, needs_backward: bool) -> None:
+        """A chunk's forward returned.
+
+        Args:
+            call: what :meth:`open_call` returned.
+            needs_backward: whether some output can be differentiated.
+        """
+        call.finished = True
+        call.needs_backward = needs_backward
+        if call in self.current:
+            self.current.remove(call)
+
+    def fail(self, what: str) -> None:
+        """An exception crossed the window: it will not be accepted as whole."""
+        if self.failure is None:
+            self.failure = what
+
+    def _open(self) -> None:
+        if self._opened:
+            return
+        if self.on_open is not None:
+            self.on_open()
+        self._opened = True
+        self.following = self.library.latest
+        self._with_gradients = {unit for unit in self.units if unit.has_reduced_gradients}
+        if self.communication is not None:
+            self.communication.wait_for_compute()
+
+    # Events
+
+    def begin(self, unit: Unit, phase: Phase, call: ForwardCall) -> Use:
+        """Compute needs ``unit`` from here until :meth:`end`.
+
+        Raises:
+            RuntimeError: it is a backward through a forward of an earlier window.
+        """
+        if phase == "B":
+            self.enter_backward(call)
+        if not call.training:
+            self.residency.acquire(unit)
+            return Use(unit, phase, call, None)
+        position = self.cursor
+        following = self.following
+        if following is not None:
+            if position < len(following.keys) and following.keys[position] == (unit, phase):
+                step = following.steps[position]
+            elif self._leave(((unit, phase),)):
+                assert self.following is not None
+                step = self.following.steps[position]
+            else:
+                return self._record(unit, phase, call)
+            self.cursor = position + 1
+            residency = self.residency
+            for other in step.gathers:
+                if other is not unit:
+                    residency.prefetch(other)
+            residency.acquire(unit)
+            for other in step.prefetches:
+                residency.prefetch(other)
+            return Use(unit, phase, call, position)
+        return self._record(unit, phase, call)
+
+    def _record(self, unit: Unit, phase: Phase, call: ForwardCall) -> Use:
+        position = self.cursor
+        self.cursor = position + 1
+        self._note(unit, phase, call.microbatch)
+        self._ends.append(position)
+        self.residency.acquire(unit)
+        return Use(unit, phase, call, position)
+
+    def _note(self, unit: Unit, phase: Phase, microbatch: int) -> None:
+        key = (unit, phase)
+        occurrence = self._occurrences.get(key, 0)
+        self._occurrences[key] = occurrence + 1
+        self._keys.append(key)
+        self._log.append(Event(unit.spec.name, phase, occurrence, microbatch))
+
+    def begin_recomputation(self, unit: Unit) -> Use:
+        """A forward inside a backward needs ``unit``: gathered if absent, not an event."""
+        call = self.backward_call or ForwardCall("", self.number, -1, False)
+        self.residency.acquire(unit)
+        self._recomputed.add(unit)
+        return Use(unit, "F", call, None, recomputes=True)
+
+    def end(self, use: Use) -> None:
+        """Compute no longer needs the unit of ``use``."""
+        unit, call = use.unit, use.call
+        residency = self.residency
+        use.open = False
+        if call.window != self.number and call.training:
+            return  # abort() has reset the unit's holds already
+        residency.release(unit)
+        if use.recomputes:
+            return
+        if use.phase == "B":
+            if use in self._backward_uses:
+                self._backward_uses.remove(use)
+            self._end_backward(use)
+            return
+        if use.position is None or self.following is None:
+            if use.position is not None:
+                self._ends[use.position] = self.cursor - 1
+            residency.free(unit)
+        else:
+            for other in self.following.steps[use.position].frees:
+                residency.free(other)
+
+    def _end_backward(self, use: Use) -> None:
+        unit, residency = use.unit, self.residency
+        complete = self._contribute(use)
+        if use.position is None or self.following is None:
+            residency.free(unit)
+            if use.position is not None:
+                self._ends[use.position] = self.cursor - 1
+                if complete:
+                    self._reduces.add(use.position)
+            if complete:
+                self._reduce_unplanned(unit, use.call)
+            return
+        step = self.following.steps[use.position]
+        for other in step.frees:
+            residency.free(other)
+        for other in step.reduces:
+            if other is not unit or complete:
+                residency.reduce(other)
+        if complete and unit not in step.reduces and unit.has_gradients:
+            unit.keep_gradients()
+
+    def _contribute(self, use: Use) -> bool:
+        """Whether every contribution to the unit's gradient in this microbatch is in."""
+        outstanding = use.call.outstanding
+        if use.contributes:
+            outstanding[use.unit] = outstanding.get(use.unit, 0) - 1
+        return use.unit.trainable and outstanding.get(use.unit, 0) <= 0
+
+    def _reduce_unplanned(self, unit: Unit, call: ForwardCall) -> None:
+        if self.reduce_gradients == "per_backward" or not call.training:
+            self.residency.reduce(unit)
+        elif unit.has_gradients:
+            unit.keep_gradients()
+
+    # Compiled calls
+
+    def begin_slice(
+        self, units: Sequence[Unit], phase: Phase, ends: Sequence[int], call: ForwardCall
+    ) -> int | None:
+        """A compiled graph is about to run all of its events.
+
+        Args:
+            units: the unit of each of its events, in order.
+            phase: ``"F"`` or ``"B"``.
+            ends: for each event, the index among ``units`` of the last event that
+                has begun when the graph no longer needs the unit.
+            call: the forward call it belongs to.
+
+        Returns:
+            The position of the first event in the program followed, or None if the
+            graph is to gather on demand: in an evaluation, while recording, and
+            after a divergence.
+        """
+        if not call.training:
+            return None
+        position, count = self.cursor, len(units)
+        following = self.following
+        if following is not None:
+            stop = position + count
+            wanted = tuple((unit, phase) for unit in units)
+            if following.keys[position:stop] == wanted or self._leave(wanted):
+                self.cursor = stop
+                return position
+        for index, unit in enumerate(units):
+            self._note(unit, phase, call.microbatch)
+            self._ends.append(position + ends[index])
+        self.cursor = position + count
+        return None
+
+    def note_reductions(self, start: int, indices: Sequence[int]) -> None:
+        """Write down after which events of a recorded slice the gradients were complete."""
+        self._reduces.update(start + index for index in indices)
+
+    # Leaving a program
+
+    def _leave(self, found: Sequence[Key]) -> bool:
+        """The events found are not the expected ones: go on with another known program.
+
+        Returns:
+            Whether one is known that has these events here. If not, the rest of the
+            window runs on demand and is written down.
+        """
+        left = self.following
+        assert left is not None
+        position = self.cursor
+        prefix = left.keys[:position]
+        other = self.library.going_on(prefix, found)
+        if other is not None:
+            self.following = other
+            self.residency.stats.switches += 1
+            wanted = other.resident_before(position) | {found[0][0]}
+            self.residency.free_idle([unit for unit in self.units if unit not in wanted])
+            return True
+        index = next(
+            (
+                index
+                for index, key in enumerate(found)
+                if position + index >= len(left.keys) or left.keys[position + index] != key
+            ),
+            0,
+        )
+        unit, phase = found[index]
+        here = position + index
+        expected = (
+            str(left.program.trace.events[here]) if here < len(left.keys) else "the window's end"
+        )
+        self._write_down_so_far(left, position)
+        self.divergence = (
+            f"window {self.number} left its program at event {here}: expected {expected}, "
+            f"found {unit.spec.name} {phase}; the rest of it ran with gathers on demand"
+        )
+        self.residency.stats.divergences += 1
+        self.following = None
+        self.residency.free_idle([unit for unit in self.units if unit is not found[0][0]])
+        return False
+
+    def _write_down_so_far(self, left: BoundProgram, position: int) -> None:
+        trace = left.program.trace
+        self._keys = list(left.keys[:position])
+        self._log = list(trace.events[:position])
+        self._ends = [min(end, position - 1) for end in trace.ends[:position]]
+        self._reduces = {index for index in trace.reduces if index < position}
+        self._occurrences = {}
+        for key in self._keys:
+            self._occurrences[key] = self._occurrences.get(key, 0) + 1
+
+    # Autograd passes
+
+    def enter_backward(self, call: ForwardCall) -> None:
+        """A backward through ``call`` reaches one of its units or outputs.
+
+        Raises:
+            RuntimeError: ``call`` belongs to a window that is closed or aborted.
+        """
+        if call.training and call.window != self.number:
+            raise RuntimeError(
+                f"backward through {call}, a forward of window {call.window}, but that window "
+                "is closed or aborted: run every backward before finish_grad_sync(), and run "
+                "the forward again after abort()"
+            )
+        call.has_backward = True
+        self.backward_call = call
+
+    def enter_pass(self, graph_task: int) -> bool:
+        """Note the autograd pass under way; True if it is new, and its end wants a callback."""
+        if graph_task in self._passes:
+            return False
+        self._passes.append(graph_task)
+        return True
+
+    def leave_pass(self, graph_task: int) -> bool:
+        """An autograd pass ended. True if it was the outermost one.
+
+        The outermost one's end frees and resets the units that it touched and whose
+        own end never came: their inputs needed no gradient, or their output was not
+        in the loss. The window stays open.
+        """
+        if graph_task in self._passes:
+            self._passes.remove(graph_task)
+        if self._passes:
+            return False
+        for use in list(self._backward_uses):
+            self.end(use)
+        if self._recomputed:
+            following = self.following
+            wanted = following.resident_before(self.cursor) if following is not None else set()
+            self.residency.free_idle([u for u in self._recomputed if u not in wanted])
+            self._recomputed.clear()
+        self.backward_call = None
+        return True
+
+    def track_backward(self, use: Use) -> None:
+        """Have :meth:`leave_pass` end ``use`` if nothing else does."""
+        self._backward_uses.append(use)
+
+    # The close
+
+    def close(self, every_forward: bool = True) -> Trace | None:
+        """End the window: wait for reductions, free every unit, cursor to 0.
+
+        Does nothing in a window in which nothing has happened.
+
+        Args:
+            every_forward: whether a forward that can be differentiated must have had
+                its backward.
+
+        Returns:
+            The window's trace if it is new: it was recorded, or it left its program.
+
+        Raises:
+            IncompleteWindowError: the window is not whole. It stays open.
+        """
+        if not self._opened:
+            self._finish_reductions()
+            return None
+        self._require_whole(every_forward)
+        left = self.following
+        if left is not None and self.cursor < len(left.keys):
+            self._end_early(left)
+        for unit in self.units:
+            if unit.has_gradients:
+                self.residency.reduce(unit)
+                if self.following is None:
+                    self._reduces.update(self._last_backwards(unit))
+        self._finish_reductions()
+        self.residency.free_idle(self.units)
+        stats = self.residency.stats
+        stats.windows += 1
+        trace = None
+        if self.following is not None:
+            stats.replayed_windows += 1
+            self.library.touch(self.following)
+        else:
+            stats.recorded_windows += 1
+            if self.divergence is not None:
+                logger.warning("%s; it is the new trace", self.divergence)
+            trace = Trace(
+                units=tuple(unit.spec for unit in self.units),
+                events=tuple(self._log),
+                ends=tuple(self._ends),
+                reduces=frozenset(self._reduces),
+            )
+        self.number += 1
+        self._begin()
+        return trace
+
+    def _end_early(self, left: BoundProgram) -> None:
+        # Whole, but with fewer events than the program: a batch with fewer
+        # microbatches. The close is then the event that differs.
+        shorter = self.library.exactly(left.keys[: self.cursor])
+        if shorter is not None:
+            self.following = shorter
+            self.residency.stats.switches += 1
+            return
+        self._write_down_so_far(left, self.cursor)
+        self.divergence = (
+            f"window {self.number} left its program at event {self.cursor}: expected "
+            f"{left.program.trace.events[self.cursor]}, found the window's end"
+        )
+        self.residency.stats.divergences += 1
+        self.following = None
+
+    def _last_backwards(self, unit: Unit) -> set[int]:
+        """The unit's last backward event of each microbatch that has no reduction yet."""
+        last: dict[int, int] = {}
+        reduced: set[int] = set()
+        for position, (event, key) in enumerate(zip(self._log, self._keys, strict=True)):
+            if key == (unit, "B"):
+                last[event.microbatch] = position
+                if position in self._reduces:
+                    reduced.add(event.microbatch)
+        return {position for batch, position in last.items() if batch not in reduced}
+
+    def _require_whole(self, every_forward: bool) -> None:
+        problem = self.failure
+        if problem is None and self._passes:
+            problem = "an autograd pass has not ended: an exception crossed it"
+        if problem is None:
+            for call in self._calls:
+                if not call.finished:
+                    problem = f"the forward of {call} did not return"
+                elif every_forward and call.needs_backward and not call.has_backward:
+                    problem = f"the backward of {call} is missing"
+                if problem is not None:
+                    break
+        if problem is None:
+            held = next((unit for unit in self.units if unit.holds), None)
+            if held is not None:
+                problem = f"unit {held.spec.name} is still in use"
+        if problem is None and self.cursor == 0:
+            problem = "it has no compute event"
+        if problem is None:
+            return
+        expected = ""
+        if self.following is not None and self.cursor < len(self.following.keys):
+            event = self.following.program.trace.events[self.cursor]
+            expected = f"; the next event expected is {event} (event {self.cursor})"
+        raise IncompleteWindowError(
+            f"window {self.number} is not whole: {problem}{expected}. Run what is missing "
+            "before finish_grad_sync(), or discard the window with abort()"
+        )
+
+    def _finish_reductions(self) -> None:
+        if self.communication is not None:
+            self.communication.wait_for_reductions(self.units)
+
+    def abort(self) -> list[Unit]:
+        """Discard the window: free and reset every unit, forget what it recorded.
+
+        Gradients that were reduced in the window are cleared.
+
+        Returns:
+            Units that had gradients before the window began: theirs now hold a part
+            of it and are left alone.
+        """
+        self._finish_reductions()
+        self.residency.reset(self.units)
+        tainted = []
+        if self._opened:
+            for unit in self.units:
+                if unit in self._with_gradients:
+                    tainted.append(unit)
+                else:
+                    unit.clear_reduced_gradients()
+            self.number += 1
+            self.residency.stats.aborts += 1
+        self._begin()
+        return tainted

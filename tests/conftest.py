@@ -1,0 +1,35 @@
+"""Fixtures shared by all tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from ranks import RankPools, clean_up
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[RankPools]:
+    """`ranks(4).run(fn, *args)` runs an importable function on four ranks; see `RankPool.run`."""
+    pools = RankPools()
+    yield pools
+    pools.close()
+
+
+@pytest.fixture
+def fake_group(request: pytest.FixtureRequest) -> Iterator[dist.ProcessGroup]:
+    """Makes this process rank 0 of a group whose collectives do nothing, of two ranks.
+
+    Another size: `@pytest.mark.parametrize("fake_group", [8], indirect=True)`.
+    """
+    world_size = getattr(request, "param", 2)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    assert dist.group.WORLD is not None
+    try:
+        yield dist.group.WORLD
+    finally:
+        dist.destroy_process_group()
+        clean_up()
