@@ -195,6 +195,7 @@ class FSDPContext:
                     own,
                     module is chunk,
                     self._weak(FSDPContext._pass_ended),
+                    self._report.ran_eagerly,
                 )
             )
 
@@ -224,7 +225,13 @@ class FSDPContext:
                 an exception crossed the window. The window stays open: run what is
                 missing, or :meth:`abort`.
         """
-        trace = self._window.close()
+        self._close(every_forward=True)
+
+    def _close(self, every_forward: bool) -> None:
+        number = self._window.number
+        trace, divergence = self._window.close(every_forward)
+        if divergence is not None:
+            self._report.fall_back(Fallback(f"window {number}", "gathers on demand", divergence))
         if trace is not None:
             self._commit(trace)
 
@@ -237,9 +244,7 @@ class FSDPContext:
         # A pass inside a forward (a gradient as part of the model) ends no window.
         window = self._window
         if self.mode == "registration" and window.is_open and not window.current:
-            trace = window.close(every_forward=False)
-            if trace is not None:
-                self._commit(trace)
+            self._close(every_forward=False)
 
     def _begin_registration(self) -> None:
         if self.mode == "registration" and not len(self._library):
@@ -252,11 +257,8 @@ class FSDPContext:
         A chunk in eval mode, or entered with gradients off, is one without this. A
         backward through such a forward is not an event either.
         """
-        self._window.evaluating += 1
-        try:
+        with self._window.evaluation():
             yield
-        finally:
-            self._window.evaluating -= 1
 
     def abort(self) -> None:
         """Discard the window after an exception.
@@ -275,6 +277,11 @@ class FSDPContext:
                 len(tainted),
                 tainted[0].spec.name,
             )
+
+    def chunk_name(self, chunk: nn.Module) -> str | None:
+        """The name by which messages and programs call ``chunk``; None if not adopted."""
+        module = getattr(chunk, "_orig_mod", chunk)
+        return next((name for name, ref in self._chunks.items() if ref() is module), None)
 
     # What happened
 

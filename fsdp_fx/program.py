@@ -362,12 +362,17 @@ def _header(program: Program) -> str:
             counts[kind] += 1
     ahead = sum(len(step.prefetches) for step in program.steps)
     chunks = len({unit.chunk for unit in trace.units})
+    size = format_bytes(peak_resident_bytes(program))
     return (
-        f"# program: {len(trace)} events, {len(trace.units)} units, {chunks} chunks; "
-        f"{counts['gather']} gathers ({ahead} ahead), {counts['free']} frees, "
-        f"{counts['reduce']} reductions; "
-        f"peak {format_bytes(peak_resident_bytes(program))} resident"
+        f"# program: {_count(len(trace), 'event')}, {_count(len(trace.units), 'unit')}, "
+        f"{_count(chunks, 'chunk')}; {_count(counts['gather'], 'gather')} ({ahead} ahead), "
+        f"{_count(counts['free'], 'free')}, {_count(counts['reduce'], 'reduction')}; "
+        f"peak {size} resident"
     )
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _heading(call: Call) -> str:

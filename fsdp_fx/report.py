@@ -14,6 +14,7 @@ from torch import fx
 
 from .program import Program
 from .residency import Stats
+from .torch_internals import graph_break_reasons
 
 __all__ = ["Fallback", "GraphKey", "Report"]
 
@@ -72,6 +73,12 @@ class Report:
         self.compile_seconds = 0.0
         self.regions_compiled = 0
         self.region_uses = 0
+
+    def ran_eagerly(self, unit: str, chunk: str) -> None:
+        """Note that ``unit`` ran from its hooks although ``chunk`` is compiled."""
+        reasons = graph_break_reasons()
+        why = reasons[-1] if reasons else "torch.compile did not capture it"
+        self.fall_back(Fallback(f"unit {unit} in compiled chunk {chunk}", "ran eagerly", why))
 
     def fall_back(self, fallback: Fallback) -> None:
         """Note ``fallback``; one log line at its first time."""

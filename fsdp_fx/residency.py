@@ -119,6 +119,11 @@ class Residency:
             unit.reduce()
             self.stats.reductions += 1
 
+    def keep_gradients(self, unit: Unit) -> None:
+        """Keep the unit's gradients full, in the dtype that they are reduced in."""
+        if unit.has_gradients:
+            unit.keep_gradients()
+
     def reset(self, units: Sequence[Unit]) -> None:
         """Free every unit whoever uses it, and drop gradients that are not reduced."""
         for unit in units:

@@ -99,9 +99,7 @@ def segments(program: Program) -> tuple[Segment, ...]:
     """
     order = {unit.name: index for index, unit in enumerate(program.trace.units)}
     found = [
-        segment
-        for interval in intervals(program)
-        for segment in _split(program.trace, interval)
+        segment for interval in intervals(program) for segment in _split(program.trace, interval)
     ]
     return tuple(sorted(found, key=lambda segment: (order[segment.unit], segment.start)))
 
@@ -293,7 +291,9 @@ def _draw_legend(axes: Axes) -> None:
         Patch(facecolor=_COLORS[state], label=text) for state, text in _LEGEND.items()
     ]
     entries.append(
-        Line2D([], [], color=_INK, marker="|", linestyle="", ms=9, mew=1.6, label="gather on demand")
+        Line2D(
+            [], [], color=_INK, marker="|", linestyle="", ms=9, mew=1.6, label="gather on demand"
+        )
     )
     entries.append(
         Line2D([], [], color=_INK, marker="D", linestyle="", ms=4, label="reduction starts")
@@ -325,8 +325,8 @@ def _chrome_trace(program: Program) -> dict[str, Any]:
         rows.append(_row("M", thread, name="thread_name", args={"name": name}))
         rows.append(_row("M", thread, name="thread_sort_index", args={"sort_index": thread}))
     for position, event in enumerate(trace):
-        args = {"microbatch": event.microbatch, "position": position}
-        rows.append(_span(0, str(event), event.phase, position, position + 1, args))
+        numbers = {"microbatch": event.microbatch, "position": position}
+        rows.append(_span(0, str(event), event.phase, position, position + 1, numbers))
     for segment in segments(program):
         name = "in use" if segment.state in ("F", "B") else segment.state
         args = {"unit": segment.unit, "bytes": sizes[segment.unit]}

@@ -11,12 +11,20 @@ from collections.abc import Callable
 import torch
 import torch._dynamo
 
-__all__ = ["active_compile_callback", "compile_backend", "current_graph_task", "queue_callback", "skip_code"]
+__all__ = [
+    "active_compile_callback",
+    "compile_backend",
+    "current_graph_task",
+    "graph_break_reasons",
+    "queue_callback",
+    "skip_code",
+]
 
 try:
     from torch._C import _current_graph_task_id as _graph_task_id
     from torch._C._dynamo.eval_frame import get_eval_frame_callback
     from torch._dynamo.eval_frame import skip_code
+    from torch._dynamo.utils import counters
     from torch.autograd.variable import Variable
 
     _queue = Variable._execution_engine.queue_callback
@@ -43,8 +51,6 @@ def active_compile_callback() -> Callable[..., object] | None:
     return callback if callable(callback) else None
 
 
-
-
 def compile_backend(callback: object) -> object:
     """The backend behind torch.compile's callback: what ``backend=`` named."""
     attributes = ("_torchdynamo_orig_backend", "_torchdynamo_orig_callable", "compiler_fn")
@@ -57,3 +63,8 @@ def compile_backend(callback: object) -> object:
                 callback = inner
                 break
     return callback
+
+
+def graph_break_reasons() -> list[str]:
+    """Why torch.compile broke graphs so far, the first line of each reason, the latest last."""
+    return [str(reason).strip().splitlines()[0] for reason in counters["graph_break"]]

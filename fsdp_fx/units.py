@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from .trace import UnitSpec
@@ -246,6 +247,11 @@ class Unit:
     def gather(self) -> None:
         """Start the all-gather. The caller sees to it that the unit is sharded."""
         group = self.group
+        if not dist.is_initialized():
+            raise RuntimeError(
+                f"the process group is closed: unit {self.spec.name} cannot be gathered; destroy "
+                "the group after the last step"
+            )
         # FORWARD selects the gather streams. On the CPU there are none, and only an
         # asynchronous collective lets compute go on meanwhile.
         with group.use_training_state(TrainingState.FORWARD):
@@ -387,20 +393,26 @@ class Unit:
         for parameter in self.group.fsdp_params:
             parameter.sharded_param.grad = None
 
-    def add_gradients(self, gradients: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    def add_gradients(
+        self, parameters: Sequence[torch.Tensor], gradients: list[torch.Tensor | None]
+    ) -> None:
         """Add full gradients that a graph computed.
 
         Args:
-            gradients: pairs of an unsharded parameter of this unit and its gradient,
-                of the parameter's shape and dtype.
+            parameters: unsharded parameters of this unit.
+            gradients: the gradient of each, of its shape and dtype, or None. Cleared, so
+                that nobody keeps them from being freed after the reduction.
         """
-        parameters = self.group.fsdp_params
-        for tensor, gradient in gradients:
-            unsharded = parameters[self._parameter_index[storage_key(tensor)]]._unsharded_param
+        known = self.group.fsdp_params
+        for tensor, gradient in zip(parameters, gradients, strict=True):
+            if gradient is None:
+                continue
+            unsharded = known[self._parameter_index[storage_key(tensor)]]._unsharded_param
             if unsharded.grad is None:
                 unsharded.grad = gradient
             else:
                 unsharded.grad = unsharded.grad + gradient
+        gradients.clear()
 
     def reduce(self) -> None:
         """Start the reduction of the full gradients into the sharded parameters' ``grad``.
@@ -425,8 +437,14 @@ class Unit:
             group._training_state = TrainingState.IDLE
 
     def finish_reductions(self) -> None:
-        """Make the current stream wait for this unit's reductions."""
-        self.group.finalize_backward()
+        """Make the current stream wait for this unit's reductions; a gather in flight stays."""
+        group = self.group
+        # finalize_backward() drops a gather that nobody has waited for. Inside a window
+        # (a schedule scales one chunk's gradients before the last backward of another)
+        # it may be a prefetch.
+        gather, group._all_gather_result = group._all_gather_result, None
+        group.finalize_backward()
+        group._all_gather_result = gather
 
     def _check_gradient_sync(self) -> None:
         if not self.group.reduce_grads:

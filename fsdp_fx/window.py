@@ -12,25 +12,35 @@ plans nothing (:mod:`fsdp_fx.passes`).
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from .library import BoundProgram, Key, ProgramLibrary
 from .residency import Residency
 from .trace import Event, Phase, Trace
 from .units import Communication, Unit
 
-__all__ = ["ForwardCall", "IncompleteWindowError", "Use", "Window"]
-
-logger = logging.getLogger("fsdp_fx")
+__all__ = ["ClosedWindow", "ForwardCall", "IncompleteWindowError", "Use", "Window"]
 
 ReduceGradients = Literal["per_backward", "per_window"]
 
 
 class IncompleteWindowError(RuntimeError):
     """A window was closed before it was whole. The message says what is missing."""
+
+
+class ClosedWindow(NamedTuple):
+    """What a closed window leaves.
+
+    Attributes:
+        trace: its trace if it is new: it was recorded, or it left its program.
+        divergence: how it left its program, for a message; None if it did not.
+    """
+
+    trace: Trace | None
+    divergence: str | None
 
 
 @dataclass(eq=False, slots=True)
@@ -43,6 +53,8 @@ class ForwardCall:
         microbatch: index among the chunk's training forwards of the window; -1 for
             an evaluation.
         training: whether its events are recorded.
+        keeps_gradients: whether a backward adds to the parameters' gradients.
+        compiled: whether it was entered under torch.compile.
         finished: whether the forward returned.
         needs_backward: whether some output can be differentiated.
         has_backward: whether a backward through it has begun.
@@ -53,6 +65,8 @@ class ForwardCall:
     window: int
     microbatch: int
     training: bool
+    keeps_gradients: bool = True
+    compiled: bool = False
     finished: bool = False
     needs_backward: bool = False
     has_backward: bool = False
@@ -115,7 +129,8 @@ class Window:
         self.units: list[Unit] = []
         self.communication: Communication | None = None
         self.number = 0
-        self.evaluating = 0
+        self._evaluating = 0
+        self._discarding = 0
         self.on_open: Callable[[], None] | None = None
         self._begin()
 
@@ -151,14 +166,15 @@ class Window:
 
     # Calls
 
-    def open_call(self, chunk: str, training: bool) -> ForwardCall:
+    def open_call(self, chunk: str, training: bool, compiled: bool) -> ForwardCall:
         """A chunk's forward begins.
 
         Args:
             chunk: name of the chunk.
             training: False for an evaluation.
+            compiled: whether it runs under torch.compile.
         """
-        training = training and not self.evaluating
+        training = training and not self._evaluating
         microbatch = -1
         if training:
             if self._passes:
@@ -166,7 +182,14 @@ class Window:
             self._open()
             microbatch = self._microbatches.get(chunk, 0)
             self._microbatches[chunk] = microbatch + 1
-        call = ForwardCall(chunk, self.number, microbatch, training)
+        call = ForwardCall(
+            chunk,
+            self.number,
+            microbatch,
+            training,
+            keeps_gradients=not self._discarding,
+            compiled=compiled,
+        )
         if training:
             self._calls.append(call)
         self.current.append(call)
@@ -199,6 +222,34 @@ class Window:
         self._with_gradients = {unit for unit in self.units if unit.has_reduced_gradients}
         if self.communication is not None:
             self.communication.wait_for_compute()
+
+    @property
+    def evaluating(self) -> bool:
+        """Whether forwards that begin now are evaluations."""
+        return self._evaluating > 0
+
+    @contextlib.contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """Forwards that begin inside are evaluations."""
+        self._evaluating += 1
+        try:
+            yield
+        finally:
+            self._evaluating -= 1
+
+    @contextlib.contextmanager
+    def discarding_gradients(self) -> Iterator[None]:
+        """Forwards that begin inside are evaluations, and their backward adds no gradient.
+
+        For shape inference: a compiled backward computes the parameters' gradients
+        even if only the inputs' were asked for.
+        """
+        self._discarding += 1
+        try:
+            with self.evaluation():
+                yield
+        finally:
+            self._discarding -= 1
 
     # Events
 
@@ -281,7 +332,7 @@ class Window:
 
     def _end_backward(self, use: Use) -> None:
         unit, residency = use.unit, self.residency
-        complete = self._contribute(use)
+        complete = self.contribute(unit, use.call, use.contributes)
         if use.position is None or self.following is None:
             residency.free(unit)
             if use.position is not None:
@@ -297,21 +348,30 @@ class Window:
         for other in step.reduces:
             if other is not unit or complete:
                 residency.reduce(other)
-        if complete and unit not in step.reduces and unit.has_gradients:
-            unit.keep_gradients()
+        if complete and unit not in step.reduces:
+            residency.keep_gradients(unit)
 
-    def _contribute(self, use: Use) -> bool:
-        """Whether every contribution to the unit's gradient in this microbatch is in."""
-        outstanding = use.call.outstanding
-        if use.contributes:
-            outstanding[use.unit] = outstanding.get(use.unit, 0) - 1
-        return use.unit.trainable and outstanding.get(use.unit, 0) <= 0
+    def contribute(self, unit: Unit, call: ForwardCall, counted: bool = True) -> bool:
+        """A backward of ``unit`` has computed its part of the gradient.
+
+        Args:
+            unit: the unit.
+            call: the forward call it belongs to.
+            counted: whether the forward use was counted as outstanding.
+
+        Returns:
+            Whether every contribution of the microbatch is in.
+        """
+        outstanding = call.outstanding
+        if counted:
+            outstanding[unit] = outstanding.get(unit, 0) - 1
+        return unit.spec.trainable and outstanding.get(unit, 0) <= 0
 
     def _reduce_unplanned(self, unit: Unit, call: ForwardCall) -> None:
         if self.reduce_gradients == "per_backward" or not call.training:
             self.residency.reduce(unit)
-        elif unit.has_gradients:
-            unit.keep_gradients()
+        else:
+            self.residency.keep_gradients(unit)
 
     # Compiled calls
 
@@ -328,9 +388,9 @@ class Window:
             call: the forward call it belongs to.
 
         Returns:
-            The position of the first event in the program followed, or None if the
-            graph is to gather on demand: in an evaluation, while recording, and
-            after a divergence.
+            The position of the first event in :attr:`following`, or None if the graph
+            is to gather on demand: in an evaluation, while recording, and after a
+            divergence.
         """
         if not call.training:
             return None
@@ -456,7 +516,7 @@ class Window:
 
     # The close
 
-    def close(self, every_forward: bool = True) -> Trace | None:
+    def close(self, every_forward: bool = True) -> ClosedWindow:
         """End the window: wait for reductions, free every unit, cursor to 0.
 
         Does nothing in a window in which nothing has happened.
@@ -465,25 +525,17 @@ class Window:
             every_forward: whether a forward that can be differentiated must have had
                 its backward.
 
-        Returns:
-            The window's trace if it is new: it was recorded, or it left its program.
-
         Raises:
             IncompleteWindowError: the window is not whole. It stays open.
         """
         if not self._opened:
             self._finish_reductions()
-            return None
+            return ClosedWindow(None, None)
         self._require_whole(every_forward)
         left = self.following
         if left is not None and self.cursor < len(left.keys):
             self._end_early(left)
-        for unit in self.units:
-            if unit.has_gradients:
-                self.residency.reduce(unit)
-                if self.following is None:
-                    self._reduces.update(self._last_backwards(unit))
-        self._finish_reductions()
+        self.flush_gradients()
         self.residency.free_idle(self.units)
         stats = self.residency.stats
         stats.windows += 1
@@ -493,17 +545,16 @@ class Window:
             self.library.touch(self.following)
         else:
             stats.recorded_windows += 1
-            if self.divergence is not None:
-                logger.warning("%s; it is the new trace", self.divergence)
             trace = Trace(
                 units=tuple(unit.spec for unit in self.units),
                 events=tuple(self._log),
                 ends=tuple(self._ends),
                 reduces=frozenset(self._reduces),
             )
+        closed = ClosedWindow(trace, self.divergence)
         self.number += 1
         self._begin()
-        return trace
+        return closed
 
     def _end_early(self, left: BoundProgram) -> None:
         # Whole, but with fewer events than the program: a batch with fewer
@@ -520,6 +571,19 @@ class Window:
         )
         self.residency.stats.divergences += 1
         self.following = None
+
+    def flush_gradients(self, chunk: str | None = None) -> None:
+        """Reduce what is not reduced yet and make the current stream wait for all of it.
+
+        Args:
+            chunk: only the units of this chunk; None for all.
+        """
+        for unit in self.units:
+            if (chunk is None or unit.spec.chunk == chunk) and unit.has_gradients:
+                self.residency.reduce(unit)
+                if self.recording:
+                    self._reduces.update(self._last_backwards(unit))
+        self._finish_reductions()
 
     def _last_backwards(self, unit: Unit) -> set[int]:
         """The unit's last backward event of each microbatch that has no reduction yet."""

@@ -97,7 +97,9 @@ class RegionBackend:
             fw_compiler=lower("forward"),
             bw_compiler=lower("backward"),
             inference_compiler=lower("inference"),
-            decompositions=decomposition_table(self.region_compiler),
+            decompositions=decomposition_table(
+                self.region_compiler, fallback_random=self.fallback_random
+            ),
         )
 
     def only(self, kind: str) -> Graph:

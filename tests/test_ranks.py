@@ -34,10 +34,6 @@ def _fail_on(rank: int) -> None:
     _wait_for_the_others()
 
 
-def _fail() -> None:
-    raise ValueError(f"broken by {dist.get_rank()}")
-
-
 def _wait_for_the_others() -> None:
     dist.barrier()
 
@@ -95,20 +91,19 @@ def test_an_error_of_one_rank_is_reported_and_the_ranks_replaced(
     assert not set(before) & set(ranks(2).pids)
 
 
-def test_errors_of_all_ranks_are_reported(ranks: RankPools) -> None:
-    with pytest.raises(AssertionError, match=r"failed on ranks 0, 1 of 2") as caught:
-        ranks(2).run(_fail)
-    assert "ValueError: broken by 0" in str(caught.value)
-    assert "ValueError: broken by 1" in str(caught.value)
+def test_a_result_that_cannot_travel_is_an_error_of_every_rank(ranks: RankPools) -> None:
+    with pytest.raises(AssertionError, match=r"_cannot_travel failed on ranks 0, 1") as caught:
+        ranks(2).run(_return_what_cannot_travel)
+    assert str(caught.value).count("TypeError") == 1  # ranks with the same to say share a report
 
 
 def test_a_rank_that_does_not_answer_is_killed_and_shows_its_stack(ranks: RankPools) -> None:
     ranks(2).run(_echo, 1)
     pids = ranks(2).pids
     with pytest.raises(TimeoutError) as caught:
-        ranks(2).run(_hang_on, 0, timeout=0.5)
+        ranks(2).run(_hang_on, 0, timeout=2.0)
     message = str(caught.value)
-    assert message.startswith("test_ranks._hang_on: no answer within 0.5 s from rank 0 of 2\n")
+    assert message.startswith("test_ranks._hang_on: no answer within 2 s from rank 0 of 2\n")
     assert "in _hang_on" in message
     assert "rank 1" not in message
     for pid in pids:
@@ -122,12 +117,6 @@ def test_a_rank_that_dies_is_reported(ranks: RankPools) -> None:
     with pytest.raises(AssertionError, match=r"failed on rank 1 of 2") as caught:
         ranks(2).run(_die_on, 1)
     assert "the process ended with exit code -9" in str(caught.value)
-
-
-def test_a_result_that_cannot_travel_is_an_error_of_the_rank(ranks: RankPools) -> None:
-    with pytest.raises(AssertionError, match=r"_cannot_travel failed on ranks 0, 1") as caught:
-        ranks(2).run(_return_what_cannot_travel)
-    assert str(caught.value).count("TypeError") == 1  # ranks with the same to say share a report
 
 
 def test_a_function_without_a_module_level_name_is_refused_before_any_rank_starts() -> None:

@@ -39,14 +39,16 @@ PartitionFn: TypeAlias = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
 
 
 def decomposition_table(
-    region_compiler: RegionCompilerName,
+    region_compiler: RegionCompilerName, *, fallback_random: bool = True
 ) -> Mapping[Any, Callable[..., Any]] | None:
     """The decompositions to capture with.
 
     Inductor's for Inductor; none for "eager", whose results are then bitwise those of the
     eager model, and none for a callable, which may decompose on its own.
     """
-    return torch_internals.inductor_decompositions() if region_compiler == "inductor" else None
+    if region_compiler != "inductor":
+        return None
+    return torch_internals.inductor_decompositions(fallback_random=fallback_random)
 
 
 def aot_backend(
@@ -82,7 +84,7 @@ def aot_backend(
         partition_fn=partition_fn,
         decompositions=dict(decompositions) if decompositions is not None else None,
     )
-    return backend(gm, example_inputs)  # type: ignore[no-any-return]
+    return backend(gm, example_inputs)
 
 
 def placeholder_inputs(gm: fx.GraphModule) -> dict[str, int]:

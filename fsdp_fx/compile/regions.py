@@ -226,9 +226,7 @@ class _Splitter:
                 if parameter in self.slot_of:
                     yield self.slot_of[parameter]
 
-    def _cut(
-        self, anchors: Sequence[fx.Node]
-    ) -> tuple[list[list[fx.Node]], list[tuple[int, ...]]]:
+    def _cut(self, anchors: Sequence[fx.Node]) -> tuple[list[list[fx.Node]], list[tuple[int, ...]]]:
         """Groups the anchors into regions; also the slots that each region begins."""
         regions: list[list[fx.Node]] = []
         begins: list[tuple[int, ...]] = []
@@ -242,7 +240,46 @@ class _Splitter:
                 regions.append([])
                 begins.append(new)
             regions[-1].append(anchor)
+        if not self.marks:
+            self._advance_saved_values(regions)
         return regions, begins
+
+    def _advance_saved_values(self, regions: list[list[fx.Node]]) -> None:
+        """Moves what only the graph's outputs need into the region that has its inputs.
+
+        The partitioner puts values that it computes for the backward alone at the end of the
+        forward: the last region would take something from every layer. Not in a backward
+        graph, where such values are gradients and stand where autograd would compute them.
+        """
+        for_output: set[fx.Node] = set()
+        for node in reversed(self.gm.graph.nodes):
+            if is_pure(node) and all(u in for_output or u is self.output for u in node.users):
+                for_output.add(node)
+        home = {node: index for index, region in enumerate(regions) for node in region}
+        first_use: dict[int, int] = {}
+        for index, region in enumerate(regions):
+            moved: set[fx.Node] = set()
+            for anchor in region:
+                slots = set(self._slots_used(anchor))
+                begins_slot = any(first_use.setdefault(slot, index) == index for slot in slots)
+                if anchor not in for_output or begins_slot:
+                    continue
+                sources = {n for e in anchor.all_input_nodes for n in self._inputs_of(e)}
+                ready = [home[n] for n in sources if n in home] + [first_use[s] for s in slots]
+                target = max(ready, default=index)
+                if target < index:
+                    regions[target].append(anchor)
+                    home[anchor] = target
+                    moved.add(anchor)
+            region[:] = [anchor for anchor in region if anchor not in moved]
+
+    def _inputs_of(self, node: fx.Node) -> Iterable[fx.Node]:
+        """The anchors and placeholders that a node, repeated if it is a chain, stands on."""
+        if node in self.chains or node.op == "get_attr":
+            for entry in node.all_input_nodes:
+                yield from self._inputs_of(entry)
+        else:
+            yield node
 
     def _append_base_symbols(self, pieces: Sequence[_Piece]) -> None:
         """Gives each region the SymInts that its sizes are made of.
@@ -295,9 +332,8 @@ class _Splitter:
     def _gradients(self) -> dict[int, list[tuple[str, str]]]:
         gradients: dict[int, list[tuple[str, str]]] = {}
         for mark in self.marks:
-            gradient, parameter = mark.args
-            assert isinstance(gradient, fx.Node) and isinstance(parameter, fx.Node)
-            pair = (parameter.name, gradient.name)
+            parameter = _marked_parameter(mark)
+            pair = (parameter.name, self._peeled(mark).name)
             gradients.setdefault(self.slot_of[parameter], []).append(pair)
         return gradients
 
@@ -305,7 +341,7 @@ class _Splitter:
         values = self.output.args[0]
         places = enumerate(values if isinstance(values, list | tuple) else [values])
         return {
-            node.args[1].name: place  # type: ignore[union-attr]
+            _marked_parameter(node).name: place
             for place, node in places
             if isinstance(node, fx.Node) and _is_managed_gradient(node, self.slot_of)
         }
@@ -383,7 +419,13 @@ def _is_gradient_mark(node: fx.Node) -> bool:
 
 
 def _is_managed_gradient(node: fx.Node, managed: Collection[fx.Node]) -> bool:
-    return _is_gradient_mark(node) and node.args[1] in managed
+    return _is_gradient_mark(node) and _marked_parameter(node) in managed
+
+
+def _marked_parameter(mark: fx.Node) -> fx.Node:
+    parameter = mark.args[1]
+    assert isinstance(parameter, fx.Node)
+    return parameter
 
 
 def _is_seed_lookup(node: fx.Node) -> bool:
@@ -436,7 +478,9 @@ def _describe_graph(gm: fx.GraphModule) -> Iterable[str]:
                 yield f"get_attr {type(constant).__qualname__} {id(constant)}"
         else:
             target = _describe_target(node.target) if node.op == "call_function" else ""
-            arguments = "" if node.op == "placeholder" else _describe((node.args, node.kwargs), positions)
+            arguments = (
+                "" if node.op == "placeholder" else _describe((node.args, node.kwargs), positions)
+            )
             yield f"{node.op} {target} {arguments}"
         yield _describe_value(node.meta.get("val"), placeholder=node.op == "placeholder")
 
@@ -597,7 +641,7 @@ def _run_as_is(gm: fx.GraphModule) -> CompiledRegion:
     forward = gm.forward
 
     def run(inputs: list[Any]) -> Sequence[Any]:
-        return forward(inputs)  # type: ignore[no-any-return]
+        return forward(inputs)
 
     run._boxed_call = True  # type: ignore[attr-defined]
     return run

@@ -70,11 +70,11 @@ with _named_on_failure():
     # What AOTAutograd knows of the graph that is being compiled.
     from torch._guards import TracingContext, tracing
 
-    # The calling convention in which a graph takes one list and clears it.
-    from torch.fx.graph import _BoxedCodeGen
-
     # The symbols that sizes, strides and SymInts are made of.
     from torch.fx.experimental.symbolic_shapes import free_symbols
+
+    # The calling convention in which a graph takes one list and clears it.
+    from torch.fx.graph import CodeGen, _BoxedCodeGen
 
 
 # --- what placeholders and outputs stand for ------------------------------------------
@@ -137,7 +137,7 @@ def clear_donated_buffers() -> None:
 
 def free_symbol_names(value: object) -> list[str]:
     """The sorted names of the symbols in a SymInt or in the sizes and strides of a tensor."""
-    return sorted(str(symbol) for symbol in free_symbols(value))  # type: ignore[arg-type]
+    return sorted(str(symbol) for symbol in free_symbols(value))
 
 
 def base_symbol(value: object) -> str | None:
@@ -156,7 +156,7 @@ def shape_env_of(value: object) -> object | None:
         candidates = (value,)
     for candidate in candidates:
         if isinstance(candidate, torch.SymInt | torch.SymFloat | torch.SymBool):
-            return candidate.node.shape_env  # type: ignore[no-any-return]
+            return candidate.node.shape_env
     return None
 
 
@@ -167,7 +167,7 @@ def _strides(value: torch.Tensor) -> Sequence[object]:
 # --- code -----------------------------------------------------------------------------
 
 
-def boxed_codegen() -> fx.CodeGen:
+def boxed_codegen() -> CodeGen:
     """The code generation by which a graph's function takes one list and clears it."""
     return _BoxedCodeGen()
 
@@ -175,11 +175,16 @@ def boxed_codegen() -> fx.CodeGen:
 # --- Inductor -------------------------------------------------------------------------
 
 
-def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
-    """The decompositions that Inductor wants AOTAutograd to apply."""
+def inductor_decompositions(*, fallback_random: bool) -> dict[Any, Callable[..., Any]]:
+    """The decompositions that Inductor wants AOTAutograd to apply.
+
+    With ``fallback_random`` random operators stay whole, which eager's numbers need.
+    """
     with _named_on_failure():
+        from torch._inductor import config
         from torch._inductor.decomposition import select_decomp_table
-    return dict(select_decomp_table())
+    with config.patch(fallback_random=fallback_random):  # type: ignore[attr-defined]
+        return dict(select_decomp_table())
 
 
 def run_joint_graph_passes(gm: fx.GraphModule, *, fallback_random: bool) -> fx.GraphModule:
@@ -230,10 +235,8 @@ def compile_with_inductor(
     output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))  # type: ignore[arg-type]
     patches = {"fallback_random": fallback_random, **options}
     with (
-        torch.compiler.config.patch(cache_key_tag=cache_key_tag),
+        torch.compiler.config.patch(cache_key_tag=cache_key_tag),  # type: ignore[attr-defined]
         config.patch(patches),
         tracing(TracingContext(detect_fake_mode(example_inputs))),
     ):
-        return compile_fx_inner(  # type: ignore[return-value]
-            gm, example_inputs, cudagraphs=BoxedBool(False), is_backward=False
-        )
+        return compile_fx_inner(gm, example_inputs, cudagraphs=BoxedBool(False), is_backward=False)

@@ -156,6 +156,8 @@ class ModuleHooks:
             chunk that is not itself sharded.
         is_chunk: whether the module is the chunk, whose forward is a call.
         pass_end: called when an outermost autograd pass ends.
+        ran_eagerly: called with a unit's and a chunk's name when the unit's hooks fire
+            inside of a chunk that is compiled.
     """
 
     def __init__(
@@ -168,6 +170,7 @@ class ModuleHooks:
         sharded: ShardedModule | None,
         is_chunk: bool,
         pass_end: Callable[[], None],
+        ran_eagerly: Callable[[str, str], None],
     ) -> None:
         self.window = window
         self.module = weakref.ref(module)
@@ -176,6 +179,7 @@ class ModuleHooks:
         self.inner_units = tuple(inner_units)
         self.is_chunk = is_chunk
         self._pass_end = pass_end
+        self._ran_eagerly = ran_eagerly
         self._entries: list[_Entry] = []
         self._handles: list[RemovableHandle] = []
         self._install(module, sharded)
@@ -236,9 +240,11 @@ class ModuleHooks:
             opened_call = self.is_chunk or not window.current
             if opened_call:
                 training = module.training and torch.is_grad_enabled()
-                call = window.open_call(self.chunk, training)
+                call = window.open_call(self.chunk, training, compile_callback is not None)
             else:
                 call = window.current[-1]
+                if call.compiled and self.units:
+                    self._ran_eagerly(self.units[0].spec.name, self.chunk)
             uses = tuple(window.begin(unit, "F", call) for unit in self.units)
         exposed = self.units
         if compile_callback is not None and self.inner_units:

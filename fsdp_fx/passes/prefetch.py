@@ -86,7 +86,9 @@ def reach(trace: Trace, forward: int | None, backward: int | None) -> list[int]:
             # The event's own unit is there already and costs nothing.
             others = {unit: use for unit, use in upcoming.items() if unit != event.unit}
             spent = accumulate(elements[unit] for unit in others)
-            over = (use for use, total in zip(others.values(), spent, strict=True) if total > budget)
+            over = (
+                use for use, total in zip(others.values(), spent, strict=True) if total > budget
+            )
             result[position] = next(over, last + 1) - 1
         upcoming.pop(event.unit, None)
         upcoming = {event.unit: position, **upcoming}

@@ -1,0 +1,290 @@
+"""A captured graph at run time: which units, which place in the window, which slice.
+
+At each call, :class:`ScheduledGraph` finds the units from the parameters that it is
+given, checks once that the graph's events are the next ones of the program, and runs the
+host code for that slice. Distinct slices are lowered once; what a place in a program
+needs is looked up by position after the first time. Where no program says what to do
+(recording, evaluation, divergence), the same host code gathers on demand.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import fx
+
+from ..context import FSDPContext, context_of_unit
+from ..library import BoundProgram, BoundStep
+from ..report import GraphKey
+from ..units import Unit, unit_of_tensor
+from ..window import ForwardCall, Window
+from .lowering import SliceStep, graph_events, lower
+from .regions import CompiledRegion, SplitGraph
+
+__all__ = ["Direction", "ScheduledGraph"]
+
+Direction = Literal["forward", "backward", "inference"]
+
+_SliceKey = tuple[tuple[SliceStep, ...], int, bool]
+
+
+@dataclass(frozen=True)
+class _BoundSlice:
+    """Host code and the units, besides the graph's own, that it is called with."""
+
+    run: Callable[[list[Any]], Sequence[Any]]
+    others: tuple[Unit, ...]
+
+
+class ScheduledGraph:
+    """One AOTAutograd graph, cut into compiled regions.
+
+    Args:
+        number: number of the captured graph, for display.
+        direction: which of the captured graph's graphs it is.
+        split: the graph.
+        runs: the code of its regions.
+        slots: placeholder to slot, of the managed parameters that the graph takes.
+        borrowed: placeholders of parameters whose units eager hooks hold: their units
+            are not scheduled by the graph, only checked to be there.
+        differentiable: whether a backward graph belongs to it.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        direction: Direction,
+        split: SplitGraph,
+        runs: Sequence[CompiledRegion],
+        slots: Mapping[str, int],
+        borrowed: Sequence[str],
+        differentiable: bool,
+    ) -> None:
+        self.number = number
+        self.direction: Direction = direction
+        self._split = split
+        self._runs = tuple(runs)
+        self._events = graph_events(split)
+        self._differentiable = differentiable
+        places = {name: place for place, name in enumerate(split.placeholders)}
+        self._places_of_slot: list[list[int]] = []
+        for name, slot in sorted(slots.items(), key=lambda item: (item[1], places[item[0]])):
+            while len(self._places_of_slot) <= slot:
+                self._places_of_slot.append([])
+            self._places_of_slot[slot].append(places[name])
+        self._borrowed = [places[name] for name in borrowed]
+        self._index = {event.slot: index for index, event in enumerate(self._events)}
+        # For each event, the last event that has begun when its unit is given up.
+        self._ends = tuple(
+            max(
+                index
+                for index, other in enumerate(self._events)
+                if other.begins <= max(event.ends, event.begins)
+            )
+            for event in self._events
+        )
+        self._variants: dict[_SliceKey, tuple[str, fx.GraphModule]] = {}
+        self._plain: fx.GraphModule | None = None
+        self._checked: weakref.WeakSet[Unit] = weakref.WeakSet()
+
+    def __call__(self, inputs: list[Any]) -> Sequence[Any]:
+        units = self._bind(inputs)
+        context = context_of_unit(units[0]) if units else self._context_of_borrowed(inputs)
+        if context is None:
+            return self._without_schedule(units)([None, *inputs])
+        window = context.window
+        call = self._current_call(window)
+        backward = self.direction == "backward"
+        if self._differentiable and not backward:
+            for event in self._events:
+                unit = units[event.slot]
+                call.outstanding[unit] = call.outstanding.get(unit, 0) + 1
+        complete = tuple(
+            backward and window.contribute(units[event.slot], call) for event in self._events
+        )
+        start = window.cursor
+        position: int | None = None
+        if self._events:
+            position = window.begin_slice(
+                [units[event.slot] for event in self._events],
+                "B" if backward else "F",
+                self._ends,
+                call,
+            )
+        if position is None:
+            if call.training and backward:
+                window.note_reductions(start, [i for i, done in enumerate(complete) if done])
+            bound = self._on_demand(context, call, complete)
+        else:
+            assert window.following is not None
+            bound = self._slice(context, window.following, position, units, call, complete)
+        lent = self._lend(window, inputs)
+        arguments = [window.residency, *units, *bound.others, *inputs]
+        inputs.clear()
+        result = bound.run(arguments)
+        for unit in lent:
+            window.residency.release(unit)
+            window.residency.free(unit)
+        return result
+
+    def _without_schedule(self, units: Sequence[Unit]) -> Callable[[list[Any]], Sequence[Any]]:
+        """The regions in order and nothing else, for a graph without managed parameters."""
+        if units:
+            raise ReferenceError(
+                f"graph {self.number} {self.direction} ran after its FSDPContext was deleted: "
+                "keep the context as long as its chunks"
+            )
+        if self._plain is None:
+            name = f"Graph{self.direction.capitalize()}"
+            self._plain = lower(self._split, self._runs, (), (), 0, False, name)
+        return self._plain.forward
+
+    # Units
+
+    def _bind(self, inputs: Sequence[Any]) -> list[Unit]:
+        units = []
+        for slot, places in enumerate(self._places_of_slot):
+            unit = unit_of_tensor(inputs[places[0]]) if places else None
+            if unit is None:
+                raise RuntimeError(
+                    f"graph {self.number} {self.direction}: the parameter of unit input {slot} "
+                    "belongs to no adopted unit: was its module released, or deleted?"
+                )
+            if unit not in self._checked:
+                for place in places[1:]:
+                    if unit_of_tensor(inputs[place]) is not unit:
+                        raise RuntimeError(
+                            f"graph {self.number} {self.direction} was captured for a chunk whose "
+                            f"parameters are grouped differently than those of {unit.spec.name}: "
+                            "call fully_shard() on the same modules in every chunk of a class, or "
+                            "give the chunks different classes"
+                        )
+                self._checked.add(unit)
+            units.append(unit)
+        return units
+
+    def _context_of_borrowed(self, inputs: Sequence[Any]) -> FSDPContext | None:
+        for place in self._borrowed:
+            unit = unit_of_tensor(inputs[place])
+            if unit is not None:
+                return context_of_unit(unit)
+        return None
+
+    def _lend(self, window: Window, inputs: Sequence[Any]) -> list[Unit]:
+        """Units that eager hooks should hold but do not: gathered for this call alone.
+
+        A gradient that reaches the graph other than through the module's outputs passes
+        the module's hooks by.
+        """
+        lent: list[Unit] = []
+        for place in self._borrowed:
+            unit = unit_of_tensor(inputs[place])
+            if unit is not None and not unit.holds and unit not in lent:
+                window.residency.acquire(unit)
+                lent.append(unit)
+        return lent
+
+    def _current_call(self, window: Window) -> ForwardCall:
+        if self.direction == "backward":
+            if window.backward_call is not None:
+                return window.backward_call
+        elif window.current:
+            return window.current[-1]
+        return ForwardCall("", window.number, -1, training=False)
+
+    # Slices
+
+    def _on_demand(
+        self, context: FSDPContext, call: ForwardCall, complete: Sequence[bool]
+    ) -> _BoundSlice:
+        per_backward = context.window.reduce_gradients == "per_backward" or not call.training
+        steps = tuple(
+            SliceStep(
+                frees=(event.slot,),
+                reduces=(event.slot,) if done and per_backward else (),
+                keeps=(event.slot,) if done and not per_backward else (),
+            )
+            for event, done in zip(self._events, complete, strict=True)
+        )
+        return _BoundSlice(
+            self._variant(context, call, steps, len(self._places_of_slot), "on demand"), ()
+        )
+
+    def _slice(
+        self,
+        context: FSDPContext,
+        following: BoundProgram,
+        position: int,
+        units: Sequence[Unit],
+        call: ForwardCall,
+        complete: tuple[bool, ...],
+    ) -> _BoundSlice:
+        key = (id(self), position, complete, call.keeps_gradients)
+        bound = following.slices.get(key)
+        if bound is None:
+            stop = position + len(self._events)
+            bound = self._bind_slice(context, following.steps[position:stop], units, call, complete)
+            following.slices[key] = bound
+        assert isinstance(bound, _BoundSlice)
+        return bound
+
+    def _bind_slice(
+        self,
+        context: FSDPContext,
+        steps: Sequence[BoundStep],
+        units: Sequence[Unit],
+        call: ForwardCall,
+        complete: Sequence[bool],
+    ) -> _BoundSlice:
+        inputs = {unit: index for index, unit in enumerate(units)}
+        others: list[Unit] = []
+
+        def refer(named: Sequence[Unit]) -> tuple[int, ...]:
+            for unit in named:
+                if unit not in inputs:
+                    inputs[unit] = len(inputs)
+                    others.append(unit)
+            return tuple(inputs[unit] for unit in named)
+
+        slice_steps = tuple(
+            SliceStep(
+                gathers=refer(step.gathers),
+                prefetches=refer(step.prefetches),
+                frees=refer(step.frees),
+                reduces=refer([u for u in step.reduces if u is not step.unit or done]),
+                keeps=refer([step.unit] if done and step.unit not in step.reduces else []),
+            )
+            for step, done in zip(steps, complete, strict=True)
+        )
+        name = f"slice {len(self._variants)}"
+        return _BoundSlice(
+            self._variant(context, call, slice_steps, len(inputs), name), tuple(others)
+        )
+
+    def _variant(
+        self,
+        context: FSDPContext,
+        call: ForwardCall,
+        steps: tuple[SliceStep, ...],
+        units: int,
+        name: str,
+    ) -> Callable[[list[Any]], Sequence[Any]]:
+        key = (steps, units, call.keeps_gradients)
+        if key not in self._variants:
+            module = lower(
+                self._split,
+                self._runs,
+                self._events,
+                steps,
+                units,
+                call.keeps_gradients,
+                f"Graph{self.number}{self.direction.capitalize()}",
+            )
+            self._variants[key] = (name, module)
+        name, module = self._variants[key]
+        graph_key = GraphKey(call.chunk, self.direction, self.number, name)
+        context.report.graphs.setdefault(graph_key, module)
+        return module.forward
