@@ -9,7 +9,7 @@ Bounded: the least recently used program leaves first.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from .program import Program
@@ -50,7 +50,7 @@ class BoundProgram:
         units: the context's units by name.
 
     Attributes:
-        slices: what compiled calls looked up in this program, by graph and position.
+        slices: what compiled calls looked up in this program, by graph and place.
             Filled by :mod:`fsdp_fx.compile`; here because it is valid as long as the
             program is.
     """
@@ -72,7 +72,7 @@ class BoundProgram:
             for step in program.steps
         )
         self.keys: tuple[Key, ...] = tuple((step.unit, step.phase) for step in self.steps)
-        self.slices: dict[tuple[int, int], object] = {}
+        self.slices: dict[Hashable, object] = {}
 
     def resident_before(self, position: int) -> set[Unit]:
         """The units that the program has gathered when event ``position`` begins."""

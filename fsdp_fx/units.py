@@ -155,7 +155,8 @@ _unit_by_storage: weakref.WeakValueDictionary[int, Unit] = weakref.WeakValueDict
 def unit_of_tensor(tensor: torch.Tensor) -> Unit | None:
     """The adopted unit whose unsharded parameter ``tensor`` is, if any."""
     unit = _unit_by_storage.get(storage_key(tensor))
-    return unit if unit is not None and unit.owns(tensor) else None
+    # The storage of a deleted module's parameter may be another tensor's by now.
+    return unit if unit is not None and unit.is_alive else None
 
 
 class Communication:
@@ -241,6 +242,11 @@ class Unit:
         if group is None:
             raise ReferenceError(f"the module of unit {self.spec.name} has been deleted")
         return group
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the unit's module still exists."""
+        return self._group() is not None
 
     # Gather, wait, free
 
@@ -362,10 +368,6 @@ class Unit:
             key = storage_key(parameter._unsharded_param)
             self._parameter_index[key] = index
             _unit_by_storage[key] = self
-
-    def owns(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` is one of the unit's unsharded parameters."""
-        return storage_key(tensor) in self._parameter_index
 
     # Gradients
 
@@ -543,6 +545,14 @@ def attach(
             states.append((path, state))
     for path, state in states:
         _refuse_unsupported(path, state)
+        above = (other for other, _ in sharded if other != path)
+        if len(state._modules) > 1 and not any(
+            not other or path.startswith(other + ".") for other in above
+        ):
+            raise ValueError(
+                f"module {path!r} shares one fully_shard() call with others and no unit is "
+                f"around them: call fully_shard() on {type(root).__name__} too, after them"
+            )
     for _, state in states:
         # Modules come parents first, so this initialises each topmost one; the
         # states below it are then initialised already.

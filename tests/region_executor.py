@@ -96,6 +96,7 @@ class RegionBackend:
             ),
             fw_compiler=lower("forward"),
             bw_compiler=lower("backward"),
+            parameter_inputs=managed,
             inference_compiler=lower("inference"),
             decompositions=decomposition_table(
                 self.region_compiler, fallback_random=self.fallback_random

@@ -91,7 +91,9 @@ def train(model: nn.Module, x: torch.Tensor, region_compiler: str = "eager") -> 
     torch.manual_seed(1)
     actual = torch.compile(model, backend=backend, fullgraph=True)(x)
     actual.float().square().sum().backward()
-    tolerance = {"rtol": 0, "atol": 0} if region_compiler == "eager" else {"rtol": 1e-4, "atol": 1e-4}
+    tolerance = (
+        {"rtol": 0, "atol": 0} if region_compiler == "eager" else {"rtol": 1e-4, "atol": 1e-4}
+    )
     torch.testing.assert_close(actual, expected, **tolerance)
     for p, q in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(p.grad, q.grad, **tolerance)

@@ -178,6 +178,7 @@ def test_bitwise_equal_to_eager_with_parameters_there_only_when_needed(case: str
         assert parameter.isnan().all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["tied", "autocast"])
 def test_inductor(case: str) -> None:
     make, inputs = CASES[case]
@@ -191,6 +192,7 @@ def test_inductor(case: str) -> None:
         assert all(p.grad.isfinite().all() for p in model.parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fallback_random", [True, False])
 def test_inductor_dropout(fallback_random: bool) -> None:
     model = Layers(*(Block(dropout=0.5) for _ in range(5)))
@@ -241,6 +243,7 @@ def _symbols(value: torch.Tensor) -> set[Any]:
     return {symbol for size in sizes for symbol in size.node.expr.free_symbols}
 
 
+@pytest.mark.slow
 def test_dynamic_shapes_with_inductor() -> None:
     model = Layers(*(Block() for _ in range(4)))
     reference = copy.deepcopy(model)
@@ -274,7 +277,9 @@ def kinds(backend: RegionBackend) -> dict[str, int]:
     }
 
 
-@pytest.mark.parametrize("region_compiler", ["eager", "inductor"])
+@pytest.mark.parametrize(
+    "region_compiler", ["eager", pytest.param("inductor", marks=pytest.mark.slow)]
+)
 def test_the_number_of_distinct_regions_does_not_grow_with_depth(region_compiler: str) -> None:
     found = []
     for depth in (4, 16):
@@ -441,6 +446,18 @@ def test_a_returned_view_of_a_parameter_is_refused() -> None:
     gm = hand_built(lambda graph, x, w0, w1: (graph.call_function(aten.t.default, (w0,)),))
     with pytest.raises(ParameterOutputError, match="returns t_default, a view of a managed"):
         split(gm, {"w0": 0})
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+def test_a_model_that_returns_a_view_of_a_parameter_is_refused(gradients: bool) -> None:
+    class Leaky(Layers):
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.layers[0](x), self.layers[0].weight.t()
+
+    model = Leaky(nn.Linear(8, 8))
+    compiled = torch.compile(model, backend=backend_for(model))
+    with torch.set_grad_enabled(gradients), pytest.raises(Exception, match="a view of"):
+        compiled(rows())
 
 
 def test_a_write_to_a_parameter_is_refused() -> None:

@@ -87,6 +87,9 @@ def fsdp_fx(
     borrowed = {index for index, unit in units.items() if unit not in managed}
     neutral = static_inputs(example_inputs) - parameter_slots.keys()
     number = next(_graph_numbers.setdefault(context, itertools.count())) if context else -1
+    # The backward is compiled later: until then nothing here may keep the model alive.
+    weak_context = weakref.ref(context) if context is not None else lambda: None
+    del units, managed, context
 
     def compile_graph(
         graph: fx.GraphModule, direction: Direction, differentiable: bool
@@ -100,6 +103,7 @@ def fsdp_fx(
         pieces = split(graph, slots, neutral=[n for n, i in inputs.items() if i in neutral])
         before = compiler.compiled_regions
         runs = _name_regions([compiler(region) for region in pieces.regions])
+        context = weak_context()
         if context is not None:
             report = context.report
             report.regions_compiled += compiler.compiled_regions - before
@@ -137,7 +141,8 @@ def fsdp_fx(
             "inference",
             False,
         ),
-        decompositions=decomposition_table(region_compiler),
+        decompositions=decomposition_table(region_compiler, fallback_random=fallback_random),
+        parameter_inputs=parameter_slots,
     )
 
 

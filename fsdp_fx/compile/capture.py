@@ -19,6 +19,7 @@ from . import torch_internals
 
 __all__ = [
     "GraphCompiler",
+    "ParameterOutputError",
     "PartitionFn",
     "RegionCompilerName",
     "aot_backend",
@@ -36,6 +37,10 @@ RegionCompilerName: TypeAlias = Literal["inductor", "eager"] | GraphCompiler
 
 PartitionFn: TypeAlias = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
 """AOTAutograd's ``partition_fn``: a joint graph in, a forward and a backward graph out."""
+
+
+class ParameterOutputError(RuntimeError):
+    """A graph returns, or writes to, the storage of a managed parameter."""
 
 
 def decomposition_table(
@@ -60,6 +65,7 @@ def aot_backend(
     bw_compiler: GraphCompiler,
     inference_compiler: GraphCompiler,
     decompositions: Mapping[Any, Callable[..., Any]] | None,
+    parameter_inputs: Mapping[int, int] | None = None,
 ) -> Callable[..., Any]:
     """Runs AOTAutograd on a Dynamo graph, as a Dynamo backend does.
 
@@ -71,16 +77,36 @@ def aot_backend(
         bw_compiler: called with the backward graph, usually at the first backward.
         inference_compiler: called instead of both where no gradient is needed.
         decompositions: usually :func:`decomposition_table` of the region compiler.
+        parameter_inputs: flat input index to slot, of the managed parameters; if given, a
+            graph that returns a view of one is refused. (A parameter returned as it is never
+            enters the graph: Dynamo hands it over by itself.)
+
+    Raises:
+        ParameterOutputError: when the graph is compiled; see ``parameter_inputs``.
     """
 
+    def refuse_parameter_outputs() -> None:
+        positions = torch_internals.parameter_alias_outputs(parameter_inputs or {})
+        if positions:
+            raise ParameterOutputError(
+                f"output {', '.join(map(str, positions))} of the compiled function is a view of "
+                "a managed parameter; its storage is freed after the call. Return a copy "
+                "(`.clone()`) instead"
+            )
+
     def forward_compiler(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        refuse_parameter_outputs()
         torch_internals.clear_donated_buffers()
         return fw_compiler(graph, inputs)
+
+    def graph_compiler(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        refuse_parameter_outputs()
+        return inference_compiler(graph, inputs)
 
     backend = torch_internals.aot_autograd(
         fw_compiler=forward_compiler,
         bw_compiler=bw_compiler,
-        inference_compiler=inference_compiler,
+        inference_compiler=graph_compiler,
         partition_fn=partition_fn,
         decompositions=dict(decompositions) if decompositions is not None else None,
     )

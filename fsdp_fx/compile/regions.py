@@ -27,7 +27,7 @@ import torch
 from torch import fx
 
 from . import torch_internals
-from .capture import RegionCompilerName
+from .capture import ParameterOutputError, RegionCompilerName
 from .partition import is_alias, is_pure, mutated_nodes, parameter_chains
 
 __all__ = [
@@ -49,10 +49,6 @@ _CACHE_KEY_TAG = "fsdp_fx.regions.1"
 # What a region's nodes keep of their meta. Names, stack traces and module paths differ from
 # layer to layer; ``original_aten`` names kernels.
 _KEPT_META = ("val", "tensor_meta", "eager_input_vals", "unbacked_bindings", "original_aten")
-
-
-class ParameterOutputError(RuntimeError):
-    """A graph returns, or writes to, the storage of a managed parameter."""
 
 
 @dataclass(frozen=True)
@@ -161,7 +157,7 @@ class _Splitter:
         self._append_base_symbols(pieces)
 
         needed: set[fx.Node] = {self._peeled(node) for node in self.output.all_input_nodes}
-        self._refuse_parameter_views(pieces)
+        self._refuse_parameter_views()
         built: list[Region] = []
         for piece, slots in zip(reversed(pieces), reversed(begins), strict=True):
             outputs = [node for node in piece.anchors if node in needed]
@@ -310,7 +306,7 @@ class _Splitter:
                     aliases[node] = owners
         return aliases
 
-    def _refuse_parameter_views(self, pieces: Sequence[_Piece]) -> None:
+    def _refuse_parameter_views(self) -> None:
         aliases = self._aliases()
         for node in self.output.all_input_nodes:
             value = self._peeled(node)

@@ -183,7 +183,7 @@ def inductor_decompositions(*, fallback_random: bool) -> dict[Any, Callable[...,
     with _named_on_failure():
         from torch._inductor import config
         from torch._inductor.decomposition import select_decomp_table
-    with config.patch(fallback_random=fallback_random):  # type: ignore[attr-defined]
+    with config.patch(fallback_random=fallback_random):
         return dict(select_decomp_table())
 
 

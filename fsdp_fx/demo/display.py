@@ -1,0 +1,121 @@
+"""What the demo shows: a progress bar for each run, and the table at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from statistics import fmean
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from .training import RUNS, Options, RunName, RunResult
+
+__all__ = ["Bars", "comparison"]
+
+_LABELS: dict[RunName, str] = {
+    "FSDP2": "FSDP2",
+    "recorded": "fsdp_fx, eager",
+    "compiled": "fsdp_fx, compiled",
+}
+
+
+class Bars:
+    """One progress bar a run.
+
+    Args:
+        console: where they are shown.
+        options: of the demo.
+    """
+
+    def __init__(self, console: Console, options: Options) -> None:
+        self._progress = Progress(
+            TextColumn("{task.description:<18}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[note]:<14}"),
+            TimeElapsedColumn(),
+            console=console,
+        )
+        self._tasks = {
+            name: self._progress.add_task(
+                _LABELS[name], start=False, total=options.steps, note="waiting"
+            )
+            for name in RUNS
+        }
+
+    def __enter__(self) -> Bars:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._progress.stop()
+
+    def begin(self, name: RunName) -> None:
+        """The run has begun; its first step may take long."""
+        self._progress.start_task(self._tasks[name])
+        note = "compiling" if name == "compiled" else "starting"
+        self._progress.update(self._tasks[name], note=note)
+
+    def advance(self, name: RunName, steps: int, loss: float) -> None:
+        """So many steps are done."""
+        self._progress.update(self._tasks[name], completed=steps, note=f"loss {loss:.4f}")
+
+    def end(self, name: RunName) -> None:
+        """Every rank has finished the run."""
+        self._progress.stop_task(self._tasks[name])
+
+
+def comparison(results: dict[RunName, list[RunResult]], options: Options) -> Table:
+    """The runs side by side.
+
+    Args:
+        results: of each run, what each rank had to say.
+        options: of the demo.
+    """
+    table = Table(
+        title=f"{options.steps} steps on {options.ranks} ranks",
+        caption="Counts: one step, mean over the ranks. Peak: largest over ranks and steps. "
+        f"Time: mean after {options.warm_up} steps; it compares these runs only.",
+    )
+    table.add_column("")
+    for name in RUNS:
+        table.add_column(_LABELS[name], justify="right")
+    losses = {name: _losses(results[name]) for name in RUNS}
+
+    def row(label: str, cell: Callable[[RunName], str]) -> None:
+        table.add_row(label, *(cell(name) for name in RUNS))
+
+    def count(label: str, counter: str) -> None:
+        row(
+            label,
+            lambda name: _number(fmean(getattr(r.last_step, counter) for r in results[name])),
+        )
+
+    row("final loss", lambda name: f"{losses[name][-1]:.6f}")
+    row(
+        "loss difference, largest",
+        lambda name: "" if name == "FSDP2" else f"{_distance(losses[name], losses['FSDP2']):.1e}",
+    )
+    count("gathers", "gathers")
+    count("  ahead of need", "prefetched_gathers")
+    count("  on demand", "on_demand_gathers")
+    count("reductions", "reductions")
+    row(
+        "peak full parameters, KiB",
+        lambda name: f"{max(r.peak_resident_bytes for r in results[name]) / 1024:,.0f}",
+    )
+    row("seconds per step", lambda name: f"{max(r.step_seconds for r in results[name]):.2f}")
+    return table
+
+
+def _losses(results: Sequence[RunResult]) -> tuple[float, ...]:
+    return next(result.losses for result in results if result.losses)
+
+
+def _distance(losses: Sequence[float], others: Sequence[float]) -> float:
+    return max(abs(a - b) for a, b in zip(losses, others, strict=True))
+
+
+def _number(value: float) -> str:
+    return f"{value:.0f}" if value == int(value) else f"{value:.1f}"
