@@ -24,7 +24,7 @@ from .program import Program
 from .report import Fallback, GraphKey, Report
 from .residency import Residency, Stats
 from .trace import Trace, registration_trace
-from .units import ShardedModule, Unit, attach, find_sharded_modules
+from .units import ShardedModule, Unit, attach, find_sharded_modules, require_supported
 from .window import ReduceGradients, Window
 
 __all__ = ["FSDPContext", "context_of_unit"]
@@ -130,12 +130,12 @@ class FSDPContext:
             raise RuntimeError(
                 "adopt() after training has begun: adopt every chunk before the first forward"
             )
-        for module in modules:
-            self._require_adoptable(module)
+        for index, module in enumerate(modules):
+            self._require_adoptable(module, modules[:index])
         for module in modules:
             self._adopt(module)
 
-    def _require_adoptable(self, module: nn.Module) -> None:
+    def _require_adoptable(self, module: nn.Module, before: list[nn.Module]) -> None:
         if not isinstance(module, nn.Module):
             raise TypeError(f"adopt() takes modules, not {type(module).__name__}")
         name = type(module).__name__
@@ -155,6 +155,14 @@ class FSDPContext:
                 f"{name} is or contains a module that {whose} has adopted "
                 f"({type(other).__name__}): adopt each chunk once, in one context"
             )
+        inside = set(module.modules())
+        for earlier in before:
+            if not inside.isdisjoint(earlier.modules()):
+                raise ValueError(
+                    f"{name} shares modules with {type(earlier).__name__}, given in the same "
+                    "call: adopt each chunk once"
+                )
+        require_supported(module)
 
     def _adopt(self, module: nn.Module) -> None:
         chunk = f"c{len(self._chunks)}"

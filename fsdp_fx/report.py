@@ -81,11 +81,16 @@ class Report:
         self.fall_back(Fallback(f"unit {unit} in compiled chunk {chunk}", "ran eagerly", why))
 
     def fall_back(self, fallback: Fallback) -> None:
-        """Note ``fallback``; one log line at its first time."""
-        times = self.fallbacks.get(fallback, 0)
-        if not times:
-            logger.warning("fell back: %s", fallback)
-        self.fallbacks[fallback] = times + 1
+        """Note ``fallback``; one log line at the first time of its place.
+
+        torch.compile may give other reasons for the same place later: the first is kept.
+        """
+        for known in self.fallbacks:
+            if (known.where, known.what) == (fallback.where, fallback.what):
+                self.fallbacks[known] += 1
+                return
+        logger.warning("fell back: %s", fallback)
+        self.fallbacks[fallback] = 1
 
     def explain(
         self, mode: str, stats: Stats, chunks: Sequence[str], programs: Sequence[Program]

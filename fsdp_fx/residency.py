@@ -77,15 +77,21 @@ class Residency:
             self._start(unit)
             self.stats.prefetched_gathers += 1
 
-    def acquire(self, unit: Unit) -> None:
-        """Begin a use: gather the unit if it is absent and make compute wait for it."""
+    def acquire(self, unit: Unit) -> bool:
+        """Begin a use: gather the unit if it is absent and make compute wait for it.
+
+        Returns:
+            Whether the unit was absent.
+        """
         unit.free_at_release = False
+        absent = not (unit.unsharded or unit.in_flight)
+        if absent:
+            self._start(unit)
+            self.stats.on_demand_gathers += 1
         if not unit.unsharded:
-            if not unit.in_flight:
-                self._start(unit)
-                self.stats.on_demand_gathers += 1
             unit.wait()
         unit.holds += 1
+        return absent
 
     def release(self, unit: Unit) -> None:
         """End a use. The unit stays until :meth:`free`, or goes now if that came before."""

@@ -7,11 +7,16 @@ compiler's. Kept apart so that a new torch is checked in three places and no mor
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch._dynamo
+from torch import nn
 
 __all__ = [
+    "add_forward_hook",
+    "add_forward_pre_hook",
+    "remove_forward_hooks",
     "active_compile_callback",
     "compile_backend",
     "current_graph_task",
@@ -68,3 +73,31 @@ def compile_backend(callback: object) -> object:
 def graph_break_reasons() -> list[str]:
     """Why torch.compile broke graphs so far, the first line of each reason, the latest last."""
     return [str(reason).strip().splitlines()[0] for reason in counters["graph_break"]]
+
+
+def add_forward_pre_hook(module: nn.Module, key: str, hook: Callable[..., Any]) -> None:
+    """Like ``register_forward_pre_hook(prepend=True, with_kwargs=True)`` under a key of ours.
+
+    The public method numbers hooks, torch.compile guards on the number, and identical
+    chunks would not share a graph.
+    """
+    module._forward_pre_hooks[key] = hook  # type: ignore[index]
+    module._forward_pre_hooks.move_to_end(key, last=False)  # type: ignore[attr-defined,arg-type]
+    module._forward_pre_hooks_with_kwargs[key] = True  # type: ignore[index]
+
+
+def add_forward_hook(module: nn.Module, key: str, hook: Callable[..., Any]) -> None:
+    """Like ``register_forward_hook(always_call=True)`` under a key of ours."""
+    module._forward_hooks[key] = hook  # type: ignore[index]
+    module._forward_hooks_always_called[key] = True  # type: ignore[index]
+
+
+def remove_forward_hooks(module: nn.Module, key: str) -> None:
+    """Undo :func:`add_forward_pre_hook` and :func:`add_forward_hook`."""
+    for hooks in (
+        module._forward_pre_hooks,
+        module._forward_pre_hooks_with_kwargs,
+        module._forward_hooks,
+        module._forward_hooks_always_called,
+    ):
+        hooks.pop(key, None)  # type: ignore[call-overload]

@@ -33,6 +33,7 @@ __all__ = [
     "Unit",
     "attach",
     "find_sharded_modules",
+    "require_supported",
     "storage_key",
     "unit_of_tensor",
 ]
@@ -93,6 +94,8 @@ PRIVATE_NAMES: dict[type, tuple[str | tuple[str, str], ...]] = {
         "_partial_reduce_output",
         "_module_fqn",
         "_training_state",
+        "_module_to_pre_save_state_dict_hook_handle",
+        "_module_to_pre_load_state_dict_hook_handle",
     ),
     FSDPParam: (
         "sharded_param",
@@ -489,8 +492,45 @@ def _param_groups(state: FSDPState) -> list[FSDPParamGroup]:
     return [] if group is None else [group]
 
 
+def require_supported(root: nn.Module) -> None:
+    """Raise for what a context would otherwise silently ignore or get wrong.
+
+    Args:
+        root: a module with at least one ``fully_shard`` call in its tree.
+
+    Raises:
+        RuntimeError: a module is in the middle of a forward or backward under plain FSDP2.
+        ValueError: a module uses an FSDP2 option that has no effect here.
+    """
+    states = _states(root)
+    if not any(_param_groups(state) for _, state in states):
+        raise ValueError(
+            f"{type(root).__name__} has no parameters that fully_shard() manages: call it on "
+            "modules with parameters"
+        )
+    for path, state in states:
+        _refuse_unsupported(path, state)
+        around = any(
+            not other or path.startswith(other + ".") for other, _ in states if other != path
+        )
+        if len(state._modules) > 1 and not around:
+            raise ValueError(
+                f"module {path!r} shares one fully_shard() call with others and no unit is "
+                f"around them: call fully_shard() on {type(root).__name__} too, after them"
+            )
+
+
+def _states(root: nn.Module) -> list[tuple[str, FSDPState]]:
+    """FSDP2's state of each ``fully_shard`` call under ``root``, by its first module's path."""
+    states: list[tuple[str, FSDPState]] = []
+    for path, module in find_sharded_modules(root):
+        state = _get_module_fsdp_state(module)
+        if all(state is not known for _, known in states):
+            states.append((path, state))
+    return states
+
+
 def _refuse_unsupported(path: str, state: FSDPState) -> None:
-    """Raise for what a context would otherwise silently ignore or get wrong."""
     where = f"module {path or 'root'!r}"
     if state._training_state is not TrainingState.IDLE:
         raise RuntimeError(
@@ -534,25 +574,10 @@ def attach(
         The sharded modules in module order, and the communication they now share.
 
     Raises:
-        RuntimeError: a module is in the middle of plain FSDP2 training.
-        ValueError: a module uses an FSDP2 option that has no effect here.
+        RuntimeError, ValueError: see :func:`require_supported`.
     """
-    sharded = list(find_sharded_modules(root))
-    states: list[tuple[str, FSDPState]] = []
-    for path, module in sharded:
-        state = _get_module_fsdp_state(module)
-        if all(state is not known for _, known in states):
-            states.append((path, state))
-    for path, state in states:
-        _refuse_unsupported(path, state)
-        above = (other for other, _ in sharded if other != path)
-        if len(state._modules) > 1 and not any(
-            not other or path.startswith(other + ".") for other in above
-        ):
-            raise ValueError(
-                f"module {path!r} shares one fully_shard() call with others and no unit is "
-                f"around them: call fully_shard() on {type(root).__name__} too, after them"
-            )
+    require_supported(root)
+    states = _states(root)
     for _, state in states:
         # Modules come parents first, so this initialises each topmost one; the
         # states below it are then initialised already.
@@ -571,6 +596,13 @@ def attach(
             # The program says when a unit is freed, also after its backward.
             group.reshard_after_backward = False
             group._to_sharded()
+            # Saving and loading would free a unit that is in use or prefetched. Modules
+            # show the sharded parameters at those times anyway.
+            for handle in (
+                *group._module_to_pre_save_state_dict_hook_handle.values(),
+                *group._module_to_pre_load_state_dict_hook_handle.values(),
+            ):
+                handle.remove()
             suffix = f"[{index}]" if len(groups) > 1 else ""
             name = (f"{chunk}.{path}" if path else chunk) + suffix
             units.append(Unit(group, _specify(group, name, chunk), communication))
@@ -585,12 +617,11 @@ def attach(
                 output_dtype=policy.output_dtype,
             )
         )
-    for _, module in sharded:
+    for _, module in find_sharded_modules(root):
         # Dynamo treats modules with this mark specially (it traces their hooks
         # together with the call); units have hooks of their own.
         module._is_fsdp_managed_module = False
-    if communication is None:
-        raise ValueError(f"chunk {chunk} has no parameters that fully_shard manages")
+    assert communication is not None
     return result, communication
 
 

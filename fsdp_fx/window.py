@@ -89,6 +89,7 @@ class Use:
             event: in an evaluation and in a recomputation.
         contributes: whether its end completes a forward use that is outstanding.
         recomputes: whether it is a forward inside a backward.
+        gathered: whether it brought the unit in, and so frees it where no program says.
         open: whether it is still under way.
     """
 
@@ -98,6 +99,7 @@ class Use:
     position: int | None
     contributes: bool = False
     recomputes: bool = False
+    gathered: bool = True
     open: bool = True
 
 
@@ -262,8 +264,9 @@ class Window:
         if phase == "B":
             self.enter_backward(call)
         if not call.training:
-            self.residency.acquire(unit)
-            return Use(unit, phase, call, None)
+            # A lookahead may have brought the unit in, for the window under way.
+            absent = self.residency.acquire(unit)
+            return Use(unit, phase, call, None, gathered=absent)
         position = self.cursor
         following = self.following
         if following is not None:
@@ -325,7 +328,8 @@ class Window:
         if use.position is None or self.following is None:
             if use.position is not None:
                 self._ends[use.position] = self.cursor - 1
-            residency.free(unit)
+            if use.gathered:
+                residency.free(unit)
         else:
             for other in self.following.steps[use.position].frees:
                 residency.free(other)
@@ -334,7 +338,8 @@ class Window:
         unit, residency = use.unit, self.residency
         complete = self.contribute(unit, use.call, use.contributes)
         if use.position is None or self.following is None:
-            residency.free(unit)
+            if use.gathered:
+                residency.free(unit)
             if use.position is not None:
                 self._ends[use.position] = self.cursor - 1
                 if complete:

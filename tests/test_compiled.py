@@ -417,10 +417,7 @@ def _refuse(attempt: str) -> str:
         options = {"region_compiler": "eager", "inductor": {"max_autotune": True}}
     elif attempt == "cuda graphs":
         options = {"inductor": {"triton.cudagraphs": True}}
-    if mode is not None:
-        compiled = torch.compile(chunk, backend=lambda *a: backend(*a, mode=mode))
-    else:
-        compiled = torch.compile(chunk, backend=use, options=options or None)
+    compiled = torch.compile(chunk, backend=use, mode=mode, options=options or None)
     try:
         compiled(torch.zeros(1, 4, dtype=torch.long))
     except Exception as error:

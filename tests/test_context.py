@@ -132,9 +132,9 @@ def test_adopting_a_parent_of_another_contexts_module_is_refused() -> None:
     chunk: Any = shard(Chunk())
     owner = adopted(chunk.blocks[0])
     message = refusal(ValueError, lambda: FSDPContext().adopt(chunk))
-    assert "Chunk is or contains a module that another context has adopted (Block)" in message
+    assert "Chunk is or contains a module that another context has adopted (FSDPBlock)" in message
     message = refusal(ValueError, lambda: owner.adopt(chunk))
-    assert "Chunk is or contains a module that this context has adopted (Block)" in message
+    assert "Chunk is or contains a module that this context has adopted (FSDPBlock)" in message
 
 
 def test_chunk_of_a_context_that_is_gone_can_be_adopted_again() -> None:
@@ -161,12 +161,18 @@ def test_adopting_after_the_first_forward_is_refused(mode: str) -> None:
     assert "before the first forward" in refusal(RuntimeError, lambda: context.adopt(second))
 
 
-def test_adopting_in_the_middle_of_a_plain_fsdp2_step_is_refused() -> None:
-    chunk = shard(Chunk())
-    output = chunk(batch())
-    message = refusal(RuntimeError, lambda: FSDPContext().adopt(chunk))
-    assert "between steps" in message
-    output.sum().backward()
+def test_adopting_in_the_middle_of_a_plain_fsdp2_forward_is_refused() -> None:
+    chunk: Any = shard(Chunk())
+    messages: list[str] = []
+
+    def adopt(*_: Any) -> None:
+        messages.append(refusal(RuntimeError, lambda: FSDPContext().adopt(chunk)))
+
+    handle = chunk.norm.register_forward_hook(adopt)
+    chunk(batch()).sum().backward()
+    handle.remove()
+    (message,) = messages
+    assert "adopt modules before their first forward, or between steps" in message
     step(adopted(chunk), chunk)
 
 

@@ -132,9 +132,7 @@ def test_bound_steps_hold_units_in_the_place_of_names() -> None:
 
 def test_resident_before_an_event_is_what_was_gathered_and_not_freed() -> None:
     program = bound(SHORT)
-    residents = [
-        sorted(names(list(program.resident_before(position)))) for position in range(5)
-    ]
+    residents = [sorted(names(list(program.resident_before(position)))) for position in range(5)]
     # b stays from its forward to its backward, which is the next event.
     assert residents == [[], ["c0.b"], ["c0.b"], ["c0.a"], []]
     on_demand = bound(SHORT, forward_prefetch=0, backward_prefetch=0)

@@ -43,7 +43,9 @@ def one_line(error: pytest.ExceptionInfo[BaseException]) -> str:
 # torch's private names, one test for each
 
 NAMES = [
-    pytest.param(owner, name, id=f"{owner.__name__}.{'|'.join([name] * (isinstance(name, str)) or name)}")
+    pytest.param(
+        owner, name, id=f"{owner.__name__}.{'|'.join([name] * (isinstance(name, str)) or name)}"
+    )
     for owner, attributes in PRIVATE_NAMES.items()
     for name in attributes
 ]

@@ -25,6 +25,7 @@ from fsdp_fx.compile.backend import fsdp_fx as backend
 from fsdp_fx.residency import Residency
 from fsdp_fx.units import Unit
 
+DEVICE = "cuda" if dist.is_nccl_available() and torch.cuda.is_available() else "cpu"
 WIDTH = 16
 VOCABULARY = 24
 
@@ -71,7 +72,7 @@ class Chunk(nn.Module):
 
 def make_chunks(count: int = 2, layers: int = 2) -> list[nn.Module]:
     torch.manual_seed(17)
-    return [Chunk(layers, i == 0, i == count - 1) for i in range(count)]
+    return [Chunk(layers, i == 0, i == count - 1).to(DEVICE) for i in range(count)]
 
 
 def make_data(step: int, microbatches: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -80,7 +81,7 @@ def make_data(step: int, microbatches: int) -> list[tuple[torch.Tensor, torch.Te
     size = (dist.get_world_size(), 2, 6)
 
     def draw() -> torch.Tensor:
-        return torch.randint(0, VOCABULARY, size, generator=generator)
+        return torch.randint(0, VOCABULARY, size, generator=generator).to(DEVICE)
 
     return [(draw(), draw()) for _ in range(microbatches)]
 
@@ -256,7 +257,7 @@ def set_up(
     **options: Any,
 ) -> Setup:
     """Shards, adopts and, with a ``region_compiler``, compiles the chunks."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh(DEVICE, (dist.get_world_size(),))
     reference = Reference(chunks, POLICIES[policy])
     for chunk in chunks:
         for layer in shard(chunk):

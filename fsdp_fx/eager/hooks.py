@@ -26,19 +26,24 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
-from torch.utils.hooks import RemovableHandle
 
 from ..torch_internals import (
     active_compile_callback,
+    add_forward_hook,
+    add_forward_pre_hook,
     compile_backend,
     current_graph_task,
     queue_callback,
+    remove_forward_hooks,
     skip_code,
 )
 from ..units import ShardedModule, Unit
 from ..window import ForwardCall, Use, Window
 
 __all__ = ["ModuleHooks", "differentiable_tensors"]
+
+_KEY = "fsdp_fx"
+_CAST_KEY = "fsdp_fx.cast"
 
 
 def _map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
@@ -181,14 +186,14 @@ class ModuleHooks:
         self._pass_end = pass_end
         self._ran_eagerly = ran_eagerly
         self._entries: list[_Entry] = []
-        self._handles: list[RemovableHandle] = []
         self._install(module, sharded)
 
     def remove(self) -> None:
         """Take the hooks off the module."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        module = self.module()
+        if module is not None:
+            for key in (_KEY, _CAST_KEY):
+                remove_forward_hooks(module, key)
 
     def forget(self) -> None:
         """Forget the forwards that are running: an exception crossed them."""
@@ -210,14 +215,13 @@ class ModuleHooks:
                 return
             after(module, output)
 
-        add = self._handles.append
+        # The hooks run in this order: pre_hook, cast_inputs, forward, post_hook, cast_outputs.
         if sharded is not None and sharded.input_dtype is not None:
-            cast_inputs = _input_cast(sharded.input_dtype)
-            add(module.register_forward_pre_hook(cast_inputs, prepend=True, with_kwargs=True))
-        add(module.register_forward_pre_hook(pre_hook, prepend=True, with_kwargs=True))
-        add(module.register_forward_hook(post_hook, always_call=True))
+            add_forward_pre_hook(module, _CAST_KEY, _input_cast(sharded.input_dtype))
+        add_forward_pre_hook(module, _KEY, pre_hook)
+        add_forward_hook(module, _KEY, post_hook)
         if sharded is not None and sharded.output_dtype is not None:
-            add(module.register_forward_hook(_output_cast(sharded.output_dtype)))
+            add_forward_hook(module, _CAST_KEY, _output_cast(sharded.output_dtype))
         skip_code(pre_hook.__code__)
         skip_code(post_hook.__code__)
 
