@@ -81,8 +81,11 @@ def add_forward_pre_hook(module: nn.Module, key: str, hook: Callable[..., Any]) 
     The public method numbers hooks, torch.compile guards on the number, and identical
     chunks would not share a graph.
     """
+    # Not by OrderedDict.move_to_end: torch 2.11's compiler reads the order of insertion.
+    others = list(module._forward_pre_hooks.items())
+    module._forward_pre_hooks.clear()
     module._forward_pre_hooks[key] = hook  # type: ignore[index]
-    module._forward_pre_hooks.move_to_end(key, last=False)  # type: ignore[attr-defined,arg-type]
+    module._forward_pre_hooks.update(others)
     module._forward_pre_hooks_with_kwargs[key] = True  # type: ignore[index]
 
 

@@ -15,11 +15,11 @@ attribute that is missing.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -241,6 +241,7 @@ class Unit:
 
     @property
     def group(self) -> FSDPParamGroup:
+        """FSDP2's parameter group: for this module alone."""
         group = self._group()
         if group is None:
             raise ReferenceError(f"the module of unit {self.spec.name} has been deleted")
@@ -263,7 +264,7 @@ class Unit:
             )
         # FORWARD selects the gather streams. On the CPU there are none, and only an
         # asynchronous collective lets compute go on meanwhile.
-        with group.use_training_state(TrainingState.FORWARD):
+        with group.use_training_state(TrainingState.FORWARD), _normal_tensors():
             group.unshard(async_op=group.device.type == "cpu")
         self.in_flight = True
 
@@ -272,7 +273,7 @@ class Unit:
         group = self.group
         # PRE_BACKWARD gives the gather's buffer back right after the copy-out, where
         # FORWARD would keep it until the next wait.
-        with group.use_training_state(TrainingState.PRE_BACKWARD):
+        with group.use_training_state(TrainingState.PRE_BACKWARD), _normal_tensors():
             group.wait_for_unshard()
         self.in_flight = False
         self.unsharded = True
@@ -355,15 +356,16 @@ class Unit:
                 self.free()
                 return
         world_size = self.group.fsdp_params[0].mesh_info.shard_mesh_size
-        for parameter in self.group.fsdp_params:
-            parameter.init_all_gather_outputs(
-                [parameter._sharded_param_data.numel()],
-                [parameter.param_dtype or parameter.orig_dtype],
-                world_size,
-                self.group.device,
-            )
-            parameter.init_unsharded_param()
-            parameter.free_unsharded_param()
+        with _normal_tensors():
+            for parameter in self.group.fsdp_params:
+                parameter.init_all_gather_outputs(
+                    [parameter._sharded_param_data.numel()],
+                    [parameter.param_dtype or parameter.orig_dtype],
+                    world_size,
+                    self.group.device,
+                )
+                parameter.init_unsharded_param()
+                parameter.free_unsharded_param()
         self._register_parameters()
 
     def _register_parameters(self) -> None:
@@ -485,6 +487,13 @@ def find_sharded_modules(root: nn.Module) -> Iterator[tuple[str, FSDPModule]]:
             yield path, module
 
 
+def _normal_tensors() -> contextlib.AbstractContextManager[None]:
+    """Out of inference mode: the unsharded parameters are kept for training."""
+    if torch.is_inference_mode_enabled():
+        return torch.inference_mode(False)
+    return contextlib.nullcontext()
+
+
 def _param_groups(state: FSDPState) -> list[FSDPParamGroup]:
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
@@ -525,7 +534,7 @@ def _states(root: nn.Module) -> list[tuple[str, FSDPState]]:
     states: list[tuple[str, FSDPState]] = []
     for path, module in find_sharded_modules(root):
         state = _get_module_fsdp_state(module)
-        if all(state is not known for _, known in states):
+        if state is not None and all(state is not known for _, known in states):
             states.append((path, state))
     return states
 

@@ -149,6 +149,7 @@ class Window:
         self._backward_uses: list[Use] = []
         self._recomputed: set[Unit] = set()
         self._passes: list[int] = []
+        self._trains = False  # whether the outermost pass reached a training forward
         self._keys: list[Key] = []
         self._log: list[Event] = []
         self._ends: list[int] = []
@@ -485,6 +486,7 @@ class Window:
                 "the forward again after abort()"
             )
         call.has_backward = True
+        self._trains = self._trains or call.training
         self.backward_call = call
 
     def enter_pass(self, graph_task: int) -> bool:
@@ -495,11 +497,14 @@ class Window:
         return True
 
     def leave_pass(self, graph_task: int) -> bool:
-        """An autograd pass ended. True if it was the outermost one.
+        """An autograd pass ended.
 
         The outermost one's end frees and resets the units that it touched and whose
         own end never came: their inputs needed no gradient, or their output was not
         in the loss. The window stays open.
+
+        Returns:
+            Whether it was the outermost one, and went through a training forward.
         """
         if graph_task in self._passes:
             self._passes.remove(graph_task)
@@ -513,7 +518,8 @@ class Window:
             self.residency.free_idle([u for u in self._recomputed if u not in wanted])
             self._recomputed.clear()
         self.backward_call = None
-        return True
+        trained, self._trains = self._trains, False
+        return trained
 
     def track_backward(self, use: Use) -> None:
         """Have :meth:`leave_pass` end ``use`` if nothing else does."""

@@ -25,6 +25,7 @@ from torch.distributed.pipelining import (
 )
 
 import fsdp_fx
+from fsdp_fx.compile.backend import fsdp_fx as backend
 from fsdp_fx.pipelining import StageShell, bind
 from ranks import RankPools
 
@@ -68,9 +69,10 @@ class Job:
     Args:
         schedule: class of the schedule.
         scale_grads: whether the schedule divides gradients by the microbatches.
+        compiled: whether the chunks are compiled, without Inductor.
     """
 
-    def __init__(self, schedule: Any, scale_grads: bool = True) -> None:
+    def __init__(self, schedule: Any, scale_grads: bool = True, compiled: bool = False) -> None:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
         self.pp, self.dp = mesh.get_local_rank("pp"), mesh.get_local_rank("dp")
         per_rank = 1 if schedule in ONE_STAGE else 2
@@ -83,8 +85,15 @@ class Job:
             shard(chunk, mesh["dp"])
         self.context = fsdp_fx.FSDPContext(mode="recorded")
         self.context.adopt(*self.chunks)
+        options = {"region_compiler": "eager"}
         pipeline_stages = [
-            PipelineStage(chunk, index, stages, torch.device("cpu"), group=mesh.get_group("pp"))
+            PipelineStage(
+                torch.compile(chunk, backend=backend, options=options) if compiled else chunk,
+                index,
+                stages,
+                torch.device("cpu"),
+                group=mesh.get_group("pp"),
+            )
             for chunk, index in zip(self.chunks, self.owned, strict=True)
         ]
         self.schedule = schedule(
@@ -158,8 +167,8 @@ def shard(chunk: Chunk, mesh: DeviceMesh) -> None:
     fully_shard(chunk, mesh=mesh)
 
 
-def _train(schedule: Any) -> dict[str, list[int]]:
-    job = Job(schedule)
+def _train(schedule: Any, compiled: bool) -> dict[str, list[int]]:
+    job = Job(schedule, compiled=compiled)
     counters: dict[str, list[int]] = {"gathers": [], "on_demand_gathers": [], "reductions": []}
     for step in range(3):
         before = copy.copy(job.context.stats)
@@ -181,20 +190,24 @@ def _train(schedule: Any) -> dict[str, list[int]]:
     assert len(trace) == 2 * MICROBATCHES * len(job.context.units)
     # One unit per block and the norm of each chunk, every one reduced per backward.
     assert counters["reductions"] == [MICROBATCHES * len(job.context.units)] * 3
+    assert not job.context.fallbacks
     return counters
 
 
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("schedule", ONE_STAGE + TWO_STAGES)
-def test_gradients_weights_and_losses_equal_the_reference(ranks: RankPools, schedule: Any) -> None:
-    for counters in ranks(4).run(_train, schedule):
+def test_gradients_weights_and_losses_equal_the_reference(
+    ranks: RankPools, schedule: Any, compiled: bool
+) -> None:
+    for counters in ranks(4).run(_train, schedule, compiled):
         recorded, *replayed = counters["on_demand_gathers"]
         assert recorded > 1
         # Only the window's first gather is on demand; phase and chunk changes are prefetched.
         assert replayed == [1, 1]
 
 
-def _keep_earlier_gradients() -> None:
-    job = Job(ScheduleInterleaved1F1B, scale_grads=False)
+def _keep_earlier_gradients(compiled: bool) -> None:
+    job = Job(ScheduleInterleaved1F1B, scale_grads=False, compiled=compiled)
     for parameter, reference in job.pairs():
         parameter.grad = torch.ones_like(parameter)
         reference.grad = torch.ones_like(reference)
@@ -207,12 +220,13 @@ def _keep_earlier_gradients() -> None:
     assert len(job.context.trace or ()) == 2 * MICROBATCHES * len(job.context.units)
 
 
-def test_shape_inference_adds_no_gradient_and_no_event(ranks: RankPools) -> None:
-    ranks(4).run(_keep_earlier_gradients)
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_shape_inference_adds_no_gradient_and_no_event(ranks: RankPools, compiled: bool) -> None:
+    ranks(4).run(_keep_earlier_gradients, compiled)
 
 
-def _evaluate_between_windows() -> None:
-    job = Job(ScheduleInterleaved1F1B)
+def _evaluate_between_windows(compiled: bool) -> None:
+    job = Job(ScheduleInterleaved1F1B, compiled=compiled)
     for step in range(2):
         job.run(step)
         job.context.finish_grad_sync()
@@ -240,8 +254,9 @@ def _evaluate_between_windows() -> None:
     assert job.context.stats.divergences == 0
 
 
-def test_evaluation_of_the_schedule_is_no_window(ranks: RankPools) -> None:
-    ranks(4).run(_evaluate_between_windows)
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_evaluation_of_the_schedule_is_no_window(ranks: RankPools, compiled: bool) -> None:
+    ranks(4).run(_evaluate_between_windows, compiled)
 
 
 # Refusals: no rank computes anything, so a group of one process will do.

@@ -9,10 +9,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import inspect
 import logging
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from itertools import product
 from typing import Any
 
 import pytest
@@ -35,22 +35,32 @@ LINEAR = 4 * (DIM * DIM + DIM)  # bytes of a square linear
 _bodies: dict[str, Callable[..., None]] = {}
 
 
-def on_two_ranks(body: Callable[..., None]) -> Callable[..., None]:
-    """Makes a test of a function that runs on each of two ranks."""
-    _bodies[body.__name__] = body
+def on_two_ranks(**cases: Iterable[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Makes a test of a function that runs on each of two ranks, for every combination of cases.
 
-    def test(ranks: RankPools, **arguments: Any) -> None:
-        ranks(2).run(_perform, body.__name__, arguments)
+    They share one job: starting one takes longer than most of them.
+    """
 
-    parameters = inspect.signature(body).parameters.values()
-    first = inspect.Parameter("ranks", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    test.__signature__ = inspect.Signature([first, *parameters])  # type: ignore[attr-defined]
-    test.__name__ = body.__name__
-    return test
+    def decorate(body: Callable[..., None]) -> Callable[..., None]:
+        _bodies[body.__name__] = body
+        combinations = [dict(zip(cases, each, strict=True)) for each in product(*cases.values())]
+
+        def test(ranks: RankPools) -> None:
+            ranks(2).run(_perform, body.__name__, combinations)
+
+        test.__name__, test.__doc__ = body.__name__, body.__doc__
+        return test
+
+    return decorate
 
 
-def _perform(name: str, arguments: dict[str, Any]) -> None:
-    _bodies[name](**arguments)
+def _perform(name: str, combinations: list[dict[str, Any]]) -> None:
+    for arguments in combinations:
+        try:
+            _bodies[name](**arguments)
+        except BaseException as error:
+            error.add_note(f"case: {arguments}")
+            raise
 
 
 def data(seed: int, microbatch: int) -> torch.Tensor:
@@ -209,7 +219,9 @@ def events(context: FSDPContext) -> str:
     assert context.trace is not None
     single = len({unit.chunk for unit in context.trace.units}) == 1
     texts = (str(event) for event in context.trace)
-    return " ".join((text.removeprefix("c0.") if single else text).replace(" ", "") for text in texts)
+    return " ".join(
+        (text.removeprefix("c0.") if single else text).replace(" ", "") for text in texts
+    )
 
 
 def count(program: Program | None, kind: str) -> int:
@@ -286,7 +298,7 @@ class Arrivals:
 # Windows
 
 
-@on_two_ranks
+@on_two_ranks()
 def test_window_closes_only_at_finish_grad_sync() -> None:
     twin = Twin(linears(1))
     twin.run("F0 F1 B0 F2 B1 B2")
@@ -299,7 +311,7 @@ def test_window_closes_only_at_finish_grad_sync() -> None:
     assert_replayed(twin, twin.window("F0 F1 B0 F2 B1 B2"))
 
 
-@on_two_ranks
+@on_two_ranks()
 def test_finishing_again_in_the_same_window_does_nothing() -> None:
     twin = Twin(linears(1), linears(1))
     twin.context.finish_grad_sync()
@@ -313,10 +325,10 @@ def test_finishing_again_in_the_same_window_does_nothing() -> None:
     assert len(twin.context.programs) == 1
 
 
-@on_two_ranks
+@on_two_ranks()
 def test_window_without_a_backward_is_refused_and_can_be_completed() -> None:
     twin = Twin(linears(1), linears(1))
-    for expected in ("", r"; the next event expected is c1\.0 B1 \(event 5\)"):
+    for expected in ("", r"; the next event expected is c0\.0 B0 \(event 5\)"):
         twin.run("c0F0 c1F0 c1B0 c0F1 c1F1")
         problem = f"the backward of chunk c0, microbatch 0 is missing{expected}"
         with refused(IncompleteWindowError, problem):
@@ -329,11 +341,10 @@ def test_window_without_a_backward_is_refused_and_can_be_completed() -> None:
         twin.run("c1B1 c0B1")
         twin.context.finish_grad_sync()
         twin.check()
-        break
     assert events(twin.context) == "c0.0F0 c1.0F0 c1.0B0 c0.0F1 c1.0F1 c0.0B0 c1.0B1 c0.0B1"
 
 
-@on_two_ranks
+@on_two_ranks()
 def test_refusal_in_a_replay_names_the_next_event_expected() -> None:
     twin = Twin(linears(2))
     twin.window("F0 F1 B0 B1")
@@ -349,7 +360,7 @@ def test_refusal_in_a_replay_names_the_next_event_expected() -> None:
     assert twin.context.stats.replayed_windows == 1
 
 
-@on_two_ranks
+@on_two_ranks()
 def test_window_cannot_be_closed_inside_a_forward_or_a_backward() -> None:
     twin = Twin(linears(2))
     twin.window("F0 B0")
@@ -373,7 +384,7 @@ def test_window_cannot_be_closed_inside_a_forward_or_a_backward() -> None:
     assert twin.context.stats.replayed_windows == 1
 
 
-@on_two_ranks
+@on_two_ranks()
 def test_backward_through_a_closed_window_is_refused() -> None:
     twin = Twin(linears(1))
     twin.run("F0")
@@ -383,7 +394,7 @@ def test_backward_through_a_closed_window_is_refused() -> None:
         twin.run("B0")
 
 
-@on_two_ranks
+@on_two_ranks()
 def test_accumulated_gradients_are_the_sum_over_microbatches_and_chunks() -> None:
     twin = Twin(Chunk(1), Chunk(1), units=(Block, Chunk))
     calls = "c0F0 c0F1 c1F0 c1F1 c1B0 c0F2 c1F2 c1B1 c0B0 c1B2 c0B1 c0B2"
@@ -408,8 +419,7 @@ def fail_once(module: nn.Module, after: int) -> None:
     module.register_forward_hook(hook)
 
 
-@pytest.mark.parametrize("windows", [0, 1], ids=["while recording", "while replaying"])
-@on_two_ranks
+@on_two_ranks(windows=[0, 1])
 def test_retry_with_half_the_batch_after_abort_equals_the_reference(windows: int) -> None:
     twin = Twin(linears(2), linears(2))
     for _ in range(windows):
@@ -431,8 +441,7 @@ def test_retry_with_half_the_batch_after_abort_equals_the_reference(windows: int
     assert_replayed(twin, twin.window("F0 B0 F1 B1"))
 
 
-@pytest.mark.parametrize("windows", [0, 1], ids=["while recording", "while replaying"])
-@on_two_ranks
+@on_two_ranks(windows=[0, 1])
 def test_retry_after_an_exception_in_a_backward_equals_the_reference(windows: int) -> None:
     twin = Twin(linears(3))
     for _ in range(windows):
@@ -457,7 +466,7 @@ def test_retry_after_an_exception_in_a_backward_equals_the_reference(windows: in
     assert_replayed(twin, twin.window("F0 B0"))
 
 
-@on_two_ranks
+@on_two_ranks()
 def test_abort_warns_once_of_gradients_that_hold_a_part_of_the_window() -> None:
     twin = Twin(linears(2))
     twin.run("F0 B0")
@@ -473,7 +482,7 @@ def test_abort_warns_once_of_gradients_that_hold_a_part_of_the_window() -> None:
     twin.window("F0 B0")
 
 
-@on_two_ranks
+@on_two_ranks()
 def test_backward_through_an_aborted_window_is_refused() -> None:
     twin = Twin(linears(1))
     twin.run("F0")
@@ -505,23 +514,19 @@ class Branching(nn.Module):
         return self.fc2(x) if self.flag and self.branch_last else x
 
 
-@pytest.mark.parametrize("last", [False, True], ids=["branch in the middle", "branch last"])
-@on_two_ranks
+@on_two_ranks(last=[False, True])
 def test_divergence_gives_a_right_step_one_message_and_a_new_trace(last: bool) -> None:
     twin = Twin(Branching(last))
 
     def window(flag: bool) -> tuple[Stats, list[str]]:
         for chunk in twin.both():
             chunk.flag = flag
-        with warnings_of() as messages:
+        with warnings_of() as messages, counting(twin.context) as spent:
             twin.run("F0 B0")
             assert not messages  # the message comes at the close
-            twin.forget()
-            twin.context.abort()
-        for parameter in twin.parameters():
-            parameter.grad = None
-        with warnings_of() as messages:
-            return twin.window("F0 B0"), messages
+            twin.context.finish_grad_sync()
+        twin.check()
+        return spent, messages
 
     window(True)
     spent, messages = window(True)
@@ -551,7 +556,7 @@ def test_divergence_gives_a_right_step_one_message_and_a_new_trace(last: bool) -
     assert len(twin.context.programs) == 2
 
 
-@on_two_ranks
+@on_two_ranks()
 def test_another_number_of_microbatches_is_recorded_once_and_then_known() -> None:
     twin = Twin(linears(2))
     long, short, longer = "F0 B0 F1 B1 F2 B2", "F0 B0", "F0 B0 F1 B1 F2 B2 F3 B3"
@@ -622,9 +627,7 @@ EVALUATIONS: dict[str, Callable[[FSDPContext, Any, torch.Tensor], torch.Tensor]]
 }
 
 
-@pytest.mark.parametrize("mode", ["recorded", "registration"])
-@pytest.mark.parametrize("kind", list(EVALUATIONS))
-@on_two_ranks
+@on_two_ranks(mode=["recorded", "registration"], kind=list(EVALUATIONS))
 def test_evaluation_leaves_cursor_trace_and_residency_as_they_were(kind: str, mode: str) -> None:
     twin = Twin(Chunk(), Chunk(), units=(Block, Chunk), mode=mode)
     context = twin.context
@@ -648,7 +651,6 @@ def test_evaluation_leaves_cursor_trace_and_residency_as_they_were(kind: str, mo
     assert not context.window.is_open
     assert context.stats.windows == 0
     for step in range(3):
-        spent = Stats()
         with counting(context) as spent:
             x = data(step, 0)[dist.get_rank()]
             for chunk in twin.chunks:
@@ -675,7 +677,7 @@ def full_state(chunk: nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensor.full_tensor() for name, tensor in chunk.state_dict().items()}
 
 
-@on_two_ranks
+@on_two_ranks()
 def test_evaluation_gathers_on_demand_and_frees_after_each_use() -> None:
     twin = Twin(linears(3))
     twin.window("F0 B0")
@@ -689,7 +691,7 @@ def test_evaluation_gathers_on_demand_and_frees_after_each_use() -> None:
     assert spent.prefetched_gathers == 0
 
 
-@on_two_ranks
+@on_two_ranks()
 def test_backward_of_an_evaluation_gathers_on_demand_and_adds_its_gradients() -> None:
     twin = Twin(linears(2))
     for _ in range(3):
@@ -705,7 +707,7 @@ def test_backward_of_an_evaluation_gathers_on_demand_and_adds_its_gradients() ->
 # Residency and lookahead
 
 
-@on_two_ranks
+@on_two_ranks()
 def test_second_backward_of_a_unit_gathers_again_unless_it_was_the_next_event() -> None:
     for prefetch, gathers in ((0, 4), (None, 1)):
         twin = Twin(linears(1), forward_prefetch=prefetch, backward_prefetch=prefetch)
@@ -723,9 +725,7 @@ SCHEDULES = {
 }
 
 
-@pytest.mark.parametrize("kind", ["nested units", "units side by side"])
-@pytest.mark.parametrize("calls", list(SCHEDULES.values()), ids=list(SCHEDULES))
-@on_two_ranks
+@on_two_ranks(kind=["nested units", "units side by side"], calls=list(SCHEDULES.values()))
 def test_next_unit_is_there_before_its_own_hook_at_every_change_of_phase_and_chunk(
     calls: str, kind: str
 ) -> None:
@@ -734,14 +734,12 @@ def test_next_unit_is_there_before_its_own_hook_at_every_change_of_phase_and_chu
     else:
         twin = Twin(linears(2), linears(2))
     twin.window(calls)
-    for _ in range(2):
-        arrivals = Arrivals(twin)
-        assert_replayed(twin, twin.window(calls))
-        arrivals.check(twin.context)
-        break
+    arrivals = Arrivals(twin)
+    assert_replayed(twin, twin.window(calls))
+    arrivals.check(twin.context)
 
 
-@on_two_ranks
+@on_two_ranks()
 def test_last_event_of_a_window_prefetches_nothing() -> None:
     twin = Twin(linears(3), linears(3))
     twin.window("F0 B0")
@@ -752,36 +750,37 @@ def test_last_event_of_a_window_prefetches_nothing() -> None:
     assert twin.context.stats.dropped_gathers == 0
 
 
-@pytest.mark.parametrize(
-    ("forward", "backward", "on_demand"),
-    [
-        (None, None, 1),
-        (0, 0, 6),
-        (None, 0, 3),  # the last forward prefetches the first backward; the others wait
-        (0, None, 4),
-        (DIM * DIM + DIM, DIM * DIM + DIM, 1),
-        (2 * (DIM * DIM + DIM), 2 * (DIM * DIM + DIM), 1),
-        (1, 1, 6),  # not even one unit fits
-    ],
-)
-@on_two_ranks
+UNIT = DIM * DIM + DIM  # elements of a square linear
+
+
+BUDGETS = [  # forward, backward, gathers of a replay, and how many of them on demand
+    (None, None, 5, 1),  # the last unit stays for its backward
+    (0, 0, 6, 6),
+    (None, 0, 5, 3),
+    (0, None, 6, 4),
+    (UNIT, UNIT, 4, 1),  # a unit's own next use costs nothing
+    (2 * UNIT, 2 * UNIT, 3, 1),
+    (UNIT - 1, UNIT - 1, 5, 5),  # not even one unit fits
+]
+
+
+@on_two_ranks(budget=BUDGETS)
 def test_prefetch_budget_decides_how_many_gathers_are_on_demand(
-    forward: int | None, backward: int | None, on_demand: int
+    budget: tuple[int | None, int | None, int, int],
 ) -> None:
-    # Square linears that are not next to themselves at the turn: a unit of its own there.
+    forward, backward, gathers, on_demand = budget
     twin = Twin(linears(3), forward_prefetch=forward, backward_prefetch=backward)
-    twin.window("F0 B0")
+    assert twin.window("F0 B0").on_demand_gathers == 6
     spent = twin.window("F0 B0")
-    merged = forward != 0 and forward != 1  # the last unit stays for its backward
-    assert count(twin.context.program, "gather") == 6 - merged
+    assert spent.gathers == gathers
     assert_replayed(twin, spent, on_demand=on_demand)
 
 
-@on_two_ranks
+@on_two_ranks()
 def test_prefetch_budget_in_elements_lets_that_many_units_be_resident() -> None:
     peaks = []
     for units in (0, 1, 2):
-        twin = Twin(linears(4), forward_prefetch=units * (DIM * DIM + DIM))
+        twin = Twin(linears(4), forward_prefetch=units * UNIT)
         twin.window("F0 B0")
         seen: list[int] = []
         for layer in twin.chunks[0]:
@@ -820,10 +819,7 @@ class Checkpointed(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non-reentrant"])
-@pytest.mark.parametrize("group", [1, 2])
-@pytest.mark.parametrize("calls", ["F0 B0", "F0 F1 B0 B1"])
-@on_two_ranks
+@on_two_ranks(reentrant=[True, False], group=[1, 2], calls=["F0 B0", "F0 F1 B0 B1"])
 def test_recomputation_is_no_event_and_leaves_every_unit_sharded(
     calls: str, group: int, reentrant: bool
 ) -> None:
@@ -863,8 +859,7 @@ class Squared(nn.Module):
         return first * checkpoint(part, x, use_reentrant=self.reentrant)
 
 
-@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non-reentrant"])
-@on_two_ranks
+@on_two_ranks(reentrant=[True, False])
 def test_second_recomputation_of_a_unit_gathers_it_again(reentrant: bool) -> None:
     for prefetch in (None, 0):
         twin = Twin(Squared(reentrant), forward_prefetch=prefetch, backward_prefetch=prefetch)
@@ -889,14 +884,11 @@ class Sum(nn.Module):
         return self.fc(torch.tanh(self.fc(x)))
 
 
-@pytest.mark.parametrize("reduce", ["per_backward", "per_window"])
-@on_two_ranks
+@on_two_ranks(reduce=["per_backward", "per_window"])
 def test_unit_used_twice_is_reduced_once_and_one_not_in_the_loss_is_freed(reduce: str) -> None:
     twin = Twin(Sum(), reduce_gradients=reduce)
     recorded = twin.window("F0 F1 B0 B1")
-    assert events(twin.context) == (
-        "unusedF0 fcF0 fcF1 unusedF1 fcF2 fcF3 fcB0 fcB1 fcB2 fcB3"
-    )
+    assert events(twin.context) == ("unusedF0 fcF0 fcF1 unusedF1 fcF2 fcF3 fcB0 fcB1 fcB2 fcB3")
     spent = twin.window("F0 F1 B0 B1")
     assert_replayed(twin, spent)
     expected = 2 if reduce == "per_backward" else 1
@@ -904,8 +896,7 @@ def test_unit_used_twice_is_reduced_once_and_one_not_in_the_loss_is_freed(reduce
     assert twin.chunks[0].unused.weight.grad is None
 
 
-@pytest.mark.parametrize("mode", ["recorded", "registration"])
-@on_two_ranks
+@on_two_ranks(mode=["recorded", "registration"])
 def test_backward_of_a_part_of_the_units_frees_what_it_touched(mode: str) -> None:
     """Of two outputs only one is in the loss: the other's units are freed with the pass."""
     twin = Twin(Heads(), mode=mode, loss=lambda output: output[0].square().mean())
@@ -928,7 +919,7 @@ class Heads(nn.Module):
         return self.left(x), self.right(x)
 
 
-@on_two_ranks
+@on_two_ranks()
 def test_second_backward_through_a_retained_graph_adds_its_gradients() -> None:
     twin = Twin(linears(2))
     for step in range(3):
@@ -941,7 +932,7 @@ def test_second_backward_through_a_retained_graph_adds_its_gradients() -> None:
     assert events(twin.context) == "0F0 2F0 2B0 0B0 2B1 0B1"
 
 
-@on_two_ranks
+@on_two_ranks()
 def test_separate_backwards_of_one_forward_add_up() -> None:
     twin = Twin(Heads(), loss=lambda output: output[0].square().mean() + output[1].sum())
     for step in range(3):
@@ -968,8 +959,7 @@ class LowRank(nn.Module):
         return self.last(torch.tanh(self.low(self.first(x))))
 
 
-@pytest.mark.parametrize("mode", ["recorded", "registration"])
-@on_two_ranks
+@on_two_ranks(mode=["recorded", "registration"])
 def test_frozen_units_are_gathered_and_freed_but_never_reduced(mode: str) -> None:
     twin = Twin(LowRank(), mode=mode)
     calls = "F0 F1 B0 B1" if mode == "recorded" else "F0 B0"
@@ -1039,8 +1029,7 @@ class Wrapped(nn.Module):
         return with_after
 
 
-@pytest.mark.parametrize("kind", ["dict", "list", "tuple", "nested", "dataclass"])
-@on_two_ranks
+@on_two_ranks(kind=["dict", "list", "tuple", "nested", "dataclass"])
 def test_backward_events_of_structured_outputs_are_seen(kind: str) -> None:
     twin = Twin(
         Wrapped(kind),
@@ -1054,39 +1043,45 @@ def test_backward_events_of_structured_outputs_are_seen(kind: str) -> None:
     assert events(twin.context).count("B0") == 4 - 1
 
 
-@on_two_ranks
-def test_structured_inputs_end_the_backward_use_as_early_as_tensors_do() -> None:
-    class Takes(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.fc = nn.Linear(DIM, DIM)
+class Before(nn.Linear):
+    """A unit of its own, where not every linear is one."""
 
-        def forward(self, inputs: dict[str, Any], *, more: list[torch.Tensor]) -> torch.Tensor:
-            return self.fc(inputs["x"] + more[0])
 
-    class Gives(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.before, self.takes = nn.Linear(DIM, DIM), Takes()
+class Takes(nn.Module):
+    """A unit whose inputs are not tensors."""
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = self.before(x)
-            return self.takes({"x": x, "n": 3}, more=[x])
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(DIM, DIM)
 
-    twin = Twin(Gives(), units=(Takes, nn.Linear)) if False else None
-    del twin
-    twin = Twin(Gives(), units=(Takes,))
+    def forward(self, inputs: dict[str, Any], *, more: list[torch.Tensor]) -> torch.Tensor:
+        return self.fc(inputs["x"] + more[0])
+
+
+class Gives(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.takes = Before(DIM, DIM), Takes()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.before(x)
+        return self.takes({"x": x, "n": 3}, more=[x])
+
+
+@on_two_ranks()
+def test_structured_inputs_end_the_backward_use_before_the_next_event() -> None:
+    twin = Twin(Gives(), units=(Takes, Before))
     twin.window("F0 B0")
     trace = twin.context.trace
     assert trace is not None
-    assert trace.ends == tuple(range(len(trace)))
+    assert events(twin.context) == "beforeF0 takesF0 takesB0 beforeB0"
+    assert trace.ends == (0, 1, 2, 3)
 
 
 # What users see
 
 
-@pytest.mark.parametrize("mode", ["recorded", "registration"])
-@on_two_ranks
+@on_two_ranks(mode=["recorded", "registration"])
 def test_optimizer_and_state_dict_between_forward_and_backward_are_of_the_sharded_view(
     mode: str,
 ) -> None:
@@ -1104,7 +1099,7 @@ def test_optimizer_and_state_dict_between_forward_and_backward_are_of_the_sharde
         assert twin.context.stats.replayed_windows == step + (mode == "registration")
 
 
-@on_two_ranks
+@on_two_ranks()
 def test_weights_loaded_between_windows_are_the_ones_that_are_gathered() -> None:
     twin = Twin(linears(2))
     twin.window("F0 B0")
@@ -1119,7 +1114,7 @@ def test_weights_loaded_between_windows_are_the_ones_that_are_gathered() -> None
 # Registration mode
 
 
-@on_two_ranks
+@on_two_ranks()
 def test_registration_mode_knows_the_program_before_anything_runs() -> None:
     twin = Twin(Chunk(), Chunk(), units=(Block, Chunk), mode="registration")
     assert twin.context.program is None
@@ -1156,7 +1151,7 @@ def test_registration_mode_knows_the_program_before_anything_runs() -> None:
     assert twin.context.stats.recorded_windows == 0
 
 
-@on_two_ranks
+@on_two_ranks()
 def test_registration_mode_follows_another_order_after_one_divergence() -> None:
     class Backwards(nn.Module):
         def __init__(self) -> None:
@@ -1188,8 +1183,7 @@ class Penalised(nn.Module):
         return self.fc2(torch.tanh(self.fc1(x)) + gradient)
 
 
-@pytest.mark.parametrize("mode", ["recorded", "registration"])
-@on_two_ranks
+@on_two_ranks(mode=["recorded", "registration"])
 def test_autograd_pass_inside_a_forward_does_not_close_the_window(mode: str) -> None:
     twin = Twin(Penalised(), mode=mode)
     for _ in range(3):
@@ -1208,8 +1202,7 @@ POLICIES = {
 }
 
 
-@pytest.mark.parametrize("policy", list(POLICIES))
-@on_two_ranks
+@on_two_ranks(policy=list(POLICIES))
 def test_reducing_per_window_gives_the_same_gradients_with_fewer_reductions(policy: str) -> None:
     calls = "F0 F1 B0 F2 B1 B2"
     for reduce, reductions in (("per_backward", 3 * 3), ("per_window", 3)):
@@ -1225,8 +1218,7 @@ def test_reducing_per_window_gives_the_same_gradients_with_fewer_reductions(poli
         assert twin.window(calls).reductions == reductions
 
 
-@pytest.mark.parametrize("policy", list(POLICIES))
-@on_two_ranks
+@on_two_ranks(policy=list(POLICIES))
 def test_gradients_of_several_windows_accumulate_until_they_are_cleared(policy: str) -> None:
     for reduce in ("per_backward", "per_window"):
         twin = Twin(linears(2), policy=POLICIES[policy], reduce_gradients=reduce)

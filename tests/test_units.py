@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -354,8 +353,8 @@ def test_unit_of_a_deleted_module_says_so() -> None:
 
 
 @pytest.fixture
-def linear(fake_group: dist.ProcessGroup) -> Iterator[nn.Linear]:
-    yield nn.Linear(4, 4)
+def linear(fake_group: dist.ProcessGroup) -> nn.Linear:
+    return nn.Linear(4, 4)
 
 
 def refusal(module: nn.Module) -> str:

@@ -95,7 +95,7 @@ def comparison(results: dict[RunName, list[RunResult]], options: Options) -> Tab
     row("final loss", lambda name: f"{losses[name][-1]:.6f}")
     row(
         "loss difference, largest",
-        lambda name: "" if name == "FSDP2" else f"{_distance(losses[name], losses['FSDP2']):.1e}",
+        lambda name: "" if name == "FSDP2" else _distance(losses[name], losses["FSDP2"]),
     )
     count("gathers", "gathers")
     count("  ahead of need", "prefetched_gathers")
@@ -113,8 +113,9 @@ def _losses(results: Sequence[RunResult]) -> tuple[float, ...]:
     return next(result.losses for result in results if result.losses)
 
 
-def _distance(losses: Sequence[float], others: Sequence[float]) -> float:
-    return max(abs(a - b) for a, b in zip(losses, others, strict=True))
+def _distance(losses: Sequence[float], others: Sequence[float]) -> str:
+    distance = max(abs(a - b) for a, b in zip(losses, others, strict=True))
+    return f"{distance:.1e}" if distance else "0"
 
 
 def _number(value: float) -> str:
