@@ -17,7 +17,6 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.pipelining import (
-    PipelineStage,
     ScheduleDualPipeV,
     ScheduleInterleavedZeroBubble,
     ScheduleZBVZeroBubble,
@@ -55,14 +54,17 @@ class StageShell(nn.Module):
         return self._chunk[0]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the chunk returns."""
         return self.chunk(*args, **kwargs)
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
+        """The chunk's."""
         return self.chunk.named_parameters(prefix, recurse, remove_duplicate)
 
     def train(self, mode: bool = True) -> StageShell:
+        """Also sets the chunk's mode, which the schedule sees no other way to."""
         super().train(mode)
         self.chunk.train(mode)
         return self
@@ -118,7 +120,7 @@ def bind(schedule: PipelineScheduleSingle | PipelineScheduleMulti, context: FSDP
     schedule.eval = _as_evaluation(schedule.eval, context)  # type: ignore[method-assign]
 
 
-def _bind_stage(stage: PipelineStage, chunk: str, context: FSDPContext) -> None:
+def _bind_stage(stage: Any, chunk: str, context: FSDPContext) -> None:
     stage.submod = StageShell(stage.submod)
     # Gradients are scaled by the schedule in place: they must have arrived by then.
     scale_grads = stage.scale_grads
@@ -130,7 +132,7 @@ def _bind_stage(stage: PipelineStage, chunk: str, context: FSDPContext) -> None:
         context.window.flush_gradients(chunk)
         scale_grads(grad_scale_factor)
 
-    stage.scale_grads = scale_arrived_gradients  # type: ignore[method-assign]
+    stage.scale_grads = scale_arrived_gradients
     # torch 2.13 infers shapes with a real forward and a real backward for the inputs;
     # torch 2.11 with a forward under no_grad, which is an evaluation as it is.
     compute_outputs = getattr(stage, "_compute_outputs", None)

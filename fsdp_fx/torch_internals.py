@@ -82,7 +82,7 @@ def add_forward_pre_hook(module: nn.Module, key: str, hook: Callable[..., Any]) 
     chunks would not share a graph.
     """
     # Not by OrderedDict.move_to_end: torch 2.11's compiler reads the order of insertion.
-    others = list(module._forward_pre_hooks.items())
+    others = [(other, each) for other, each in module._forward_pre_hooks.items() if other != key]
     module._forward_pre_hooks.clear()
     module._forward_pre_hooks[key] = hook  # type: ignore[index]
     module._forward_pre_hooks.update(others)

@@ -195,6 +195,9 @@ class Window:
         )
         if training:
             self._calls.append(call)
+        elif self.communication is not None:
+            # Between windows the optimizer may still be writing what is gathered here.
+            self.communication.wait_for_compute()
         self.current.append(call)
         return call
 

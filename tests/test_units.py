@@ -212,6 +212,44 @@ def test_graph_break_reasons_are_one_line_each_the_latest_last() -> None:
     torch._dynamo.reset()
 
 
+def test_keyed_hooks_run_around_the_forward_the_latest_before_the_others() -> None:
+    happened: list[str] = []
+    module = nn.Linear(2, 2)
+
+    def before(name: str) -> Any:
+        return lambda module, args, kwargs: happened.append(name)
+
+    module.register_forward_pre_hook(lambda *_: happened.append("user"))
+    torch_internals.add_forward_pre_hook(module, "first", before("first"))
+    torch_internals.add_forward_pre_hook(module, "second", before("second"))
+    torch_internals.add_forward_hook(module, "after", lambda *_: happened.append("after"))
+    module(torch.ones(2))
+    assert happened == ["second", "first", "user", "after"]
+    happened.clear()
+    with pytest.raises(RuntimeError):
+        module(torch.ones(3))
+    assert happened == ["second", "first", "user", "after"]
+    happened.clear()
+    for key in ("first", "second", "after"):
+        torch_internals.remove_forward_hooks(module, key)
+    module(torch.ones(2))
+    assert happened == ["user"]
+
+
+def test_hook_under_a_key_that_is_taken_replaces_the_one_there() -> None:
+    happened: list[str] = []
+    module = nn.Linear(2, 2)
+    for name in ("old", "new"):
+        torch_internals.add_forward_pre_hook(
+            module, "key", lambda *_, name=name: happened.append(f"before, {name}")
+        )
+        torch_internals.add_forward_hook(
+            module, "key", lambda *_, name=name: happened.append(f"after, {name}")
+        )
+    module(torch.ones(2))
+    assert happened == ["before, new", "after, new"]
+
+
 # Units
 
 

@@ -232,6 +232,13 @@ class Setup:
             assert not unit.unsharded and not unit.in_flight and not unit.holds, unit
         return losses
 
+    @staticmethod
+    def _shard(whole: torch.Tensor) -> torch.Tensor:
+        """This rank's part, as FSDP2 cuts a parameter: in dimension 0, the last may be empty."""
+        parts = torch.chunk(whole, dist.get_world_size(), dim=0)
+        rank = dist.get_rank()
+        return parts[rank] if rank < len(parts) else whole[:0]
+
     def compare(self, what: str, read: Callable[[Any], Any], exact: bool, tolerance: float) -> None:
         named = [item for chunk in self.chunks for item in chunk.named_parameters()]
         for (name, parameter), expected in zip(named, self.reference.parameters, strict=True):
@@ -239,13 +246,20 @@ class Setup:
             assert (value is None) == (wanted is None), f"{what} of {name}: {value} for {wanted}"
             if value is None:
                 continue
-            torch.testing.assert_close(
-                value.full_tensor(),
-                wanted,
-                rtol=0 if exact else tolerance,
-                atol=0 if exact else tolerance,
-                msg=lambda text, name=name: f"{what} of {name}: {text}",
-            )
+            mine, wanted = value.to_local(), self._shard(wanted)
+            if exact:
+                torch.testing.assert_close(
+                    mine,
+                    wanted,
+                    rtol=0,
+                    atol=0,
+                    msg=lambda text, name=name: f"{what} {name}: {text}",
+                )
+                continue
+            # By norm: single elements near zero, sums that cancel, say little in bf16.
+            error = (mine - wanted).norm()
+            allowed = tolerance * (wanted.norm() + 1e-2 * wanted.numel() ** 0.5)
+            assert error <= allowed, f"{what} of {name} is off by {error}, {allowed} allowed"
 
 
 def set_up(

@@ -115,7 +115,8 @@ def _listen(
                 if unfinished[rank] and rank not in failures:
                     processes[rank].join(GRACE)
                     code = processes[rank].exitcode
-                    failures[rank] = Failure(time.time(), f"it ended with exit code {code}\n")
+                    # It died without a message, so it did not fail for want of a partner.
+                    failures[rank] = Failure(0.0, f"it ended with exit code {code}\n")
             else:
                 if isinstance(message, Failure):
                     failures[rank] = message
