@@ -14,14 +14,14 @@ import torch._dynamo
 from torch import nn
 
 __all__ = [
+    "active_compile_callback",
     "add_forward_hook",
     "add_forward_pre_hook",
-    "remove_forward_hooks",
-    "active_compile_callback",
     "compile_backend",
     "current_graph_task",
     "graph_break_reasons",
     "queue_callback",
+    "remove_forward_hooks",
     "skip_code",
 ]
 
@@ -81,26 +81,31 @@ def add_forward_pre_hook(module: nn.Module, key: str, hook: Callable[..., Any]) 
     The public method numbers hooks, torch.compile guards on the number, and identical
     chunks would not share a graph.
     """
+    hooks: Any = module._forward_pre_hooks
     # Not by OrderedDict.move_to_end: torch 2.11's compiler reads the order of insertion.
-    others = [(other, each) for other, each in module._forward_pre_hooks.items() if other != key]
-    module._forward_pre_hooks.clear()
-    module._forward_pre_hooks[key] = hook  # type: ignore[index]
-    module._forward_pre_hooks.update(others)
-    module._forward_pre_hooks_with_kwargs[key] = True  # type: ignore[index]
+    others = [(other, each) for other, each in hooks.items() if other != key]
+    hooks.clear()
+    hooks[key] = hook
+    hooks.update(others)
+    with_kwargs: Any = module._forward_pre_hooks_with_kwargs
+    with_kwargs[key] = True
 
 
 def add_forward_hook(module: nn.Module, key: str, hook: Callable[..., Any]) -> None:
     """Like ``register_forward_hook(always_call=True)`` under a key of ours."""
-    module._forward_hooks[key] = hook  # type: ignore[index]
-    module._forward_hooks_always_called[key] = True  # type: ignore[index]
+    hooks: Any = module._forward_hooks
+    always_called: Any = module._forward_hooks_always_called
+    hooks[key] = hook
+    always_called[key] = True
 
 
 def remove_forward_hooks(module: nn.Module, key: str) -> None:
     """Undo :func:`add_forward_pre_hook` and :func:`add_forward_hook`."""
+    hooks: Any
     for hooks in (
         module._forward_pre_hooks,
         module._forward_pre_hooks_with_kwargs,
         module._forward_hooks,
         module._forward_hooks_always_called,
     ):
-        hooks.pop(key, None)  # type: ignore[call-overload]
+        hooks.pop(key, None)

@@ -20,6 +20,7 @@ import inspect
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -187,7 +188,7 @@ class Communication:
 
     def wait_for_reductions(self, units: Sequence[Unit]) -> None:
         """Make the current stream wait for every reduction issued so far."""
-        comm = self._comm_context
+        comm: Any = self._comm_context  # one state up to torch 2.11, a list of them later
         if hasattr(comm, "reduce_scatter_states"):
             states = list(comm.reduce_scatter_states)
             comm.reduce_scatter_states.clear()
@@ -533,7 +534,7 @@ def _states(root: nn.Module) -> list[tuple[str, FSDPState]]:
     """FSDP2's state of each ``fully_shard`` call under ``root``, by its first module's path."""
     states: list[tuple[str, FSDPState]] = []
     for path, module in find_sharded_modules(root):
-        state = _get_module_fsdp_state(module)
+        state = _get_module_fsdp_state(cast(nn.Module, module))
         if state is not None and all(state is not known for _, known in states):
             states.append((path, state))
     return states
@@ -629,7 +630,7 @@ def attach(
     for _, module in find_sharded_modules(root):
         # Dynamo treats modules with this mark specially (it traces their hooks
         # together with the call); units have hooks of their own.
-        module._is_fsdp_managed_module = False
+        cast(Any, module)._is_fsdp_managed_module = False
     assert communication is not None
     return result, communication
 

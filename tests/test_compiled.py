@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
-from ranks import RankPools
 from torch import fx, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -17,6 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import fsdp_fx
 from fsdp_fx.compile.backend import fsdp_fx as backend
+from ranks import RankPools
 from training import (
     ORDERS,
     WIDTH,
@@ -184,7 +185,7 @@ def test_a_saved_activation_dies_during_the_backward(ranks: RankPools) -> None:
     alive = ranks(2).run(_activations_die, timeout=LONG)[0]
     assert len(alive) >= 6, "one count per backward region"
     assert alive == sorted(alive, reverse=True)
-    assert all(later < sooner for sooner, later in zip(alive, alive[1:], strict=False)), alive
+    assert all(later < sooner for sooner, later in itertools.pairwise(alive)), alive
 
 
 def _sharded_view() -> None:
@@ -276,7 +277,7 @@ def _graph_break(inside: bool) -> tuple[str, list[str]]:
     for step in range(3):
         setup.step(list(interleaved(1, 3)), make_data(step, 3), exact=True)
     stats = setup.context.stats
-    assert stats.divergences == 0 and stats.recorded_windows == 1
+    assert (stats.divergences, stats.recorded_windows) == (0, 1)
     return setup.context.explain(), logged
 
 
@@ -331,7 +332,7 @@ def _diverge() -> None:
                 assert parameter.grad is not None
             parameter.grad = None
         for unit in context.units:
-            assert not unit.unsharded and not unit.holds
+            assert not any((unit.unsharded, unit.holds))
         assert context.stats.windows == step + 1
     assert context.stats.divergences == 1
     assert context.stats.switches == 2
@@ -369,7 +370,7 @@ def _evaluate_between() -> None:
         torch.testing.assert_close(quiet, expected.detach(), rtol=0, atol=0)
         assert not context.window.is_open
         assert (context.stats.windows, context.trace) == before
-    assert context.stats.recorded_windows == 1 and context.stats.divergences == 0
+    assert (context.stats.recorded_windows, context.stats.divergences) == (1, 0)
 
 
 def test_evaluations_of_compiled_chunks_leave_the_window_alone(ranks: RankPools) -> None:

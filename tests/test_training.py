@@ -8,8 +8,8 @@ within a tolerance.
 from __future__ import annotations
 
 import pytest
-from ranks import RankPools
 
+from ranks import RankPools
 from training import ORDERS, AcquireSpy, make_chunks, make_data, set_up
 
 MICROBATCHES = 3
@@ -33,7 +33,8 @@ def _train(order: str, policy: str, region_compiler: str | None, steps: int) -> 
             )
         )
         program = context.program
-        assert program is not None and context.trace is not None
+        assert program is not None
+        assert context.trace is not None
         assert len(spy.uses) == len(context.trace), "one use per event"
         assert [name for name, _ in spy.uses] == [event.unit for event in context.trace]
         if step == 0:

@@ -229,7 +229,7 @@ class Setup:
             optimizer.zero_grad()
         self.compare("weight", lambda p: p, exact, tolerance)
         for unit in self.context.units:
-            assert not unit.unsharded and not unit.in_flight and not unit.holds, unit
+            assert not any((unit.unsharded, unit.in_flight, unit.holds)), unit
         return losses
 
     @staticmethod

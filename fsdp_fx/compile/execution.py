@@ -91,6 +91,7 @@ class ScheduledGraph:
         self._checked: weakref.WeakSet[Unit] = weakref.WeakSet()
 
     def __call__(self, inputs: list[Any]) -> Sequence[Any]:
+        """Run the graph on ``inputs``, which is cleared, in its place in the window."""
         units = self._bind(inputs)
         context = context_of_unit(units[0]) if units else self._context_of_borrowed(inputs)
         if context is None:

@@ -5,23 +5,19 @@ Two ranks: over NCCL where there are two GPUs, through the host where they share
 
 from __future__ import annotations
 
-import sys
 import tempfile
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
+from staged import use_staged_collectives
 
 import training
-from staged import use_staged_collectives
 
 GPUS = torch.cuda.device_count()
 pytestmark = [
-    pytest.mark.skipif(GPUS < 1, reason="needs a GPU"),
+    pytest.mark.skipif(not GPUS, reason="needs a GPU"),
     pytest.mark.timeout(600),
 ]
 
@@ -29,7 +25,7 @@ pytestmark = [
 def _rank(rank: int, world_size: int, store: str, order: str, policy: str, compiler: str) -> None:
     torch.cuda.set_device(rank % GPUS)
     dist.init_process_group(
-        "nccl" if GPUS >= world_size else "cpu:gloo,cuda:gloo",
+        "nccl" if world_size <= GPUS else "cpu:gloo,cuda:gloo",
         init_method=f"file://{store}",
         rank=rank,
         world_size=world_size,
@@ -37,7 +33,7 @@ def _rank(rank: int, world_size: int, store: str, order: str, policy: str, compi
     setup = training.set_up(
         training.make_chunks(2, 3), policy, None if compiler == "hooks" else compiler
     )
-    if GPUS < world_size:
+    if world_size > GPUS:
         for chunk in setup.chunks:
             use_staged_collectives(chunk)
     context = setup.context
