@@ -6,6 +6,7 @@ run it: inside torch.compile's graphs where the model compiles, from hooks where
 does not. See :class:`FSDPContext`.
 """
 
+from . import pipelining
 from .context import FSDPContext
 from .passes import PassOptions, plan
 from .passes.verify import ProgramError
@@ -22,6 +23,7 @@ __all__ = [
     "ProgramError",
     "Trace",
     "UnitSpec",
+    "pipelining",
     "plan",
 ]
 
