@@ -6,7 +6,9 @@ run it: inside torch.compile's graphs where the model compiles, from hooks where
 does not. See :class:`FSDPContext`.
 """
 
-from . import pipelining
+import importlib
+from types import ModuleType
+
 from .context import FSDPContext
 from .passes import PassOptions, plan
 from .passes.verify import ProgramError
@@ -23,8 +25,14 @@ __all__ = [
     "ProgramError",
     "Trace",
     "UnitSpec",
-    "pipelining",
     "plan",
 ]
 
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> ModuleType:
+    # torch.distributed.pipelining takes seconds to import; many runs do not need it.
+    if name == "pipelining":
+        return importlib.import_module("fsdp_fx.pipelining")
+    raise AttributeError(f"module 'fsdp_fx' has no attribute {name!r}")

@@ -29,8 +29,9 @@ class GraphKey(NamedTuple):
         direction: ``"forward"``, ``"backward"`` or ``"inference"``.
         graph: number of the captured graph among the context's; a graph break gives
             a chunk several, identical chunks share one.
-        variant: ``"on demand"``, or ``"slice N"`` for the Nth distinct slice of a
-            program that the graph was combined with.
+        variant: ``"on demand"``; ``"slice N"`` for a distinct slice of a program that
+            the graph was combined with; ``"evaluation N"`` for an evaluation among
+            units that a program has gathered.
     """
 
     chunk: str

@@ -26,6 +26,7 @@ from training import (
     Chunk,
     chunk_by_chunk,
     interleaved,
+    loss_of,
     make_chunks,
     make_data,
     run_actions,
@@ -457,3 +458,85 @@ def test_every_order_visits_each_chunk_and_microbatch_once(order: str) -> None:
         if kind == "B":
             forward = actions.index(("F", chunk, microbatch))
             assert forward < actions.index((kind, chunk, microbatch))
+
+
+def _sequential_chunks(compile_in_place: bool) -> None:
+    torch.manual_seed(2)
+
+    def layer() -> nn.Module:
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU())
+
+    chunks: list[nn.Module] = [
+        nn.Sequential(nn.Embedding(24, WIDTH), layer(), layer()),
+        nn.Sequential(layer(), layer(), nn.Linear(WIDTH, 24)),
+    ]
+    setup = set_up(
+        chunks,
+        region_compiler=None if compile_in_place else "eager",
+        shard=lambda chunk: [child for child in chunk if isinstance(child, nn.Sequential)],
+    )
+    if compile_in_place:
+        for chunk in chunks:
+            chunk.compile(backend=backend, options={"region_compiler": "eager"}, fullgraph=True)
+    for step in range(3):
+        setup.step(list(interleaved(2, 2)), make_data(step, 2), exact=True)
+    assert setup.context.stats.on_demand_gathers == len(setup.context.trace or ()) + 2
+    assert {key.chunk for key in setup.context.compiled_graphs} == {"c0", "c1"}
+    assert not setup.context.fallbacks
+
+
+@pytest.mark.parametrize("compile_in_place", [False, True])
+def test_chunks_of_torch_nn_classes_are_captured_whole(
+    ranks: RankPools, compile_in_place: bool
+) -> None:
+    ranks(2).run(_sequential_chunks, compile_in_place, timeout=LONG)
+
+
+def _evaluate_within() -> None:
+    setup = set_up(make_chunks(), region_compiler="eager")
+    context, (first, second) = setup.context, setup.callables
+    rank = torch.distributed.get_rank()
+    for step in range(3):
+        ((tokens, _),) = data = make_data(step, 1)
+        before = context.stats.on_demand_gathers
+        hidden = first(tokens[rank])
+        resident = [unit for unit in context.units if unit.unsharded or unit.in_flight]
+        gathers = context.stats.on_demand_gathers
+        with torch.no_grad():
+            second(first(tokens[rank]))
+        during = context.stats.on_demand_gathers - gathers
+        assert resident == [u for u in context.units if u.unsharded or u.in_flight]
+        inner = hidden.detach().requires_grad_()
+        loss_of(second(inner), data[0][1][rank]).backward()
+        hidden.backward(inner.grad)
+        context.finish_grad_sync()
+        setup.reference.accumulate(data)
+        setup.compare("gradient", lambda p: p.grad, exact=True, tolerance=0)
+        setup.optimizer.zero_grad()
+        setup.reference_optimizer.zero_grad()
+        if step:
+            assert resident, "the next chunk's unit is on its way"
+            assert context.stats.on_demand_gathers - before == 1 + during
+    assert context.stats.replayed_windows == 2
+
+
+def test_an_evaluation_within_a_compiled_window_leaves_residency_as_it_was(
+    ranks: RankPools,
+) -> None:
+    ranks(2).run(_evaluate_within, timeout=LONG)
+
+
+def _lengths() -> None:
+    setup = set_up(make_chunks(), region_compiler="eager")
+    for chunk in setup.chunks:
+        chunk.compile(backend=backend, options={"region_compiler": "eager"})
+    setup.callables = list(setup.chunks)
+    for step, length in enumerate([6, 5, 4, 6, 3]):
+        data = [(x[..., :length], y[..., :length]) for x, y in make_data(step, 2)]
+        setup.step(list(interleaved(2, 2)), data, exact=False, tolerance=1e-5)
+    assert setup.context.stats.recorded_windows == 1
+    assert setup.context.stats.divergences == 0
+
+
+def test_other_sequence_lengths_follow_the_same_program(ranks: RankPools) -> None:
+    ranks(2).run(_lengths, timeout=LONG)

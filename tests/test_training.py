@@ -7,10 +7,13 @@ within a tolerance.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+import torch.distributed as dist
 
 from ranks import RankPools
-from training import ORDERS, AcquireSpy, make_chunks, make_data, set_up
+from training import ORDERS, AcquireSpy, loss_of, make_chunks, make_data, set_up
 
 MICROBATCHES = 3
 
@@ -20,7 +23,8 @@ def _train(order: str, policy: str, region_compiler: str | None, steps: int) -> 
     context = setup.context
     actions = list(ORDERS[order](2, MICROBATCHES))
     exact = region_compiler in (None, "eager")
-    tolerance = 1e-5 if policy == "fp32" else 1e-2
+    # Inductor keeps in fp32 what eager rounds to bf16 (2**-8) between operators.
+    tolerance = 1e-5 if policy == "fp32" else 3e-2
     for step in range(steps):
         before = context.stats.gathers, context.stats.on_demand_gathers, context.stats.reductions
         with AcquireSpy() as spy:
@@ -92,3 +96,75 @@ def _same_program() -> tuple[str, str]:
 def test_eager_and_compiled_windows_record_the_same_trace(ranks: RankPools) -> None:
     for eager, compiled in ranks(2).run(_same_program, timeout=240):
         assert eager == compiled
+
+
+def _with_options(region_compiler: str | None, policy: str, options: dict[str, Any]) -> None:
+    setup = set_up(make_chunks(), policy, region_compiler, **options)
+    context = setup.context
+    recorded = context.mode == "recorded"
+    microbatches = MICROBATCHES if recorded else 1
+    # Kept gradients are added up before the ranks are averaged, not after.
+    exact = options.get("reduce_gradients") != "per_window"
+    actions = list(ORDERS["interleaved" if recorded else "one_by_one"](2, microbatches))
+    for step in range(3):
+        before = context.stats.gathers, context.stats.on_demand_gathers, context.stats.reductions
+        setup.step(actions, make_data(step, microbatches), exact, tolerance=1e-4)
+        stats = context.stats
+        if recorded and not step:
+            continue
+        program = context.program
+        assert program is not None
+        calls = [n for n in program.graph_module.graph.nodes if n.op == "call_function"]
+        planned = [str(n.target.__name__) for n in calls]
+        assert stats.gathers - before[0] == planned.count("gather")
+        assert stats.reductions - before[2] == planned.count("reduce")
+        if "forward_prefetch" not in options:
+            assert stats.on_demand_gathers - before[1] == 1
+    assert context.stats.divergences == 0
+
+
+@pytest.mark.parametrize("region_compiler", [None, "eager"])
+@pytest.mark.parametrize(
+    ("policy", "options"),
+    [
+        ("fp32", {"reduce_gradients": "per_window"}),
+        ("bf16", {"reduce_gradients": "per_window"}),
+        ("fp32", {"forward_prefetch": 0, "backward_prefetch": 0}),
+        ("fp32", {"forward_prefetch": 5000, "backward_prefetch": 10**9}),
+    ],
+    ids=["per_window", "per_window-bf16", "no_prefetch", "long_prefetch"],
+)
+def test_each_option_keeps_the_step_right_and_the_counts_as_planned(
+    ranks: RankPools, region_compiler: str | None, policy: str, options: dict[str, Any]
+) -> None:
+    ranks(2).run(_with_options, region_compiler, policy, options, timeout=240)
+
+
+def _register(region_compiler: str | None) -> None:
+    """One autograd pass through both chunks, as in ordinary training."""
+    setup = set_up(make_chunks(), "fp32", region_compiler, mode="registration")
+    context = setup.context
+    for step in range(3):
+        data = make_data(step, 1)
+        tokens, targets = data[0]
+        value = tokens[dist.get_rank()]
+        for chunk in setup.callables:
+            value = chunk(value)
+        assert context.program is not None, "known before the backward"
+        loss_of(value, targets[dist.get_rank()]).backward()
+        assert context.stats.windows == step + 1, "closed by the end of the backward"
+        assert context.stats.on_demand_gathers == step + 1
+        setup.reference.accumulate(data)
+        setup.compare("gradient", lambda p: p.grad, exact=True, tolerance=0)
+        setup.optimizer.step()
+        setup.optimizer.zero_grad()
+        setup.reference_optimizer.step()
+        setup.reference_optimizer.zero_grad()
+    assert context.stats.recorded_windows == context.stats.divergences == 0
+
+
+@pytest.mark.parametrize("region_compiler", [None, "eager"])
+def test_registration_mode_replays_from_the_first_step_on(
+    ranks: RankPools, region_compiler: str | None
+) -> None:
+    ranks(2).run(_register, region_compiler, timeout=240)

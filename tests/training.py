@@ -311,9 +311,9 @@ class AcquireSpy:
     def __enter__(self) -> AcquireSpy:
         self._acquire = acquire = Residency.acquire
 
-        def spy(residency: Residency, unit: Unit) -> None:
+        def spy(residency: Residency, unit: Unit) -> bool:
             self.uses.append((unit.spec.name, unit.unsharded or unit.in_flight))
-            acquire(residency, unit)
+            return acquire(residency, unit)
 
         Residency.acquire = spy  # type: ignore[method-assign]
         return self

@@ -118,7 +118,9 @@ class ScheduledGraph:
         if position is None:
             if call.training and backward:
                 window.note_reductions(start, [i for i, done in enumerate(complete) if done])
-            bound = self._on_demand(context, call, complete)
+            # An evaluation frees what it has brought in, and nothing that was there before.
+            frees = tuple(call.training or not (unit.unsharded or unit.in_flight) for unit in units)
+            bound = self._on_demand(context, call, complete, frees)
         else:
             assert window.following is not None
             bound = self._slice(context, window.following, position, units, call, complete)
@@ -199,20 +201,23 @@ class ScheduledGraph:
     # Slices
 
     def _on_demand(
-        self, context: FSDPContext, call: ForwardCall, complete: Sequence[bool]
+        self,
+        context: FSDPContext,
+        call: ForwardCall,
+        complete: Sequence[bool],
+        frees: Sequence[bool],
     ) -> _BoundSlice:
         per_backward = context.window.reduce_gradients == "per_backward" or not call.training
         steps = tuple(
             SliceStep(
-                frees=(event.slot,),
+                frees=(event.slot,) if frees[event.slot] else (),
                 reduces=(event.slot,) if done and per_backward else (),
                 keeps=(event.slot,) if done and not per_backward else (),
             )
             for event, done in zip(self._events, complete, strict=True)
         )
-        return _BoundSlice(
-            self._variant(context, call, steps, len(self._places_of_slot), "on demand"), ()
-        )
+        name = "on demand" if all(frees) else f"evaluation {len(self._variants)}"
+        return _BoundSlice(self._variant(context, call, steps, len(self._places_of_slot), name), ())
 
     def _slice(
         self,

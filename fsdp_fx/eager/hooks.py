@@ -21,6 +21,7 @@ import dataclasses
 import sys
 import weakref
 from collections.abc import Callable, Sequence
+from types import MethodType
 from typing import Any
 
 import torch
@@ -107,7 +108,7 @@ class BackwardOf:
         self.counted = counted
         self.uses: list[Use] = []
 
-    def begin(self, _gradient: torch.Tensor) -> None:
+    def begin(self) -> None:
         """The first gradient of an output has arrived."""
         if not any(use.open for use in self.uses):
             self.uses.clear()
@@ -120,6 +121,34 @@ class BackwardOf:
         for use in uses:
             if use.open:
                 window.end(use)
+
+
+class _OutputHook:
+    """The hook on one differentiable tensor, for every module whose output it is.
+
+    A parent that returns what its child returned has the same tensor as output. The
+    parent's backward begins first, as it would if they differed.
+    """
+
+    __slots__ = ("backwards",)
+    _ATTRIBUTE = "_fsdp_fx_output_hook"
+
+    def __init__(self) -> None:
+        self.backwards: list[BackwardOf] = []
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> _OutputHook:
+        """The tensor's hook; registered if it has none."""
+        hook: _OutputHook | None = getattr(tensor, cls._ATTRIBUTE, None)
+        if hook is None:
+            hook = cls()
+            setattr(tensor, cls._ATTRIBUTE, hook)
+            tensor.register_hook(hook)
+        return hook
+
+    def __call__(self, gradient: torch.Tensor) -> None:
+        for backward in reversed(self.backwards):
+            backward.begin()
 
 
 class _EndOfBackward(torch.autograd.Function):
@@ -194,12 +223,18 @@ class ModuleHooks:
         if module is not None:
             for key in (_KEY, _CAST_KEY):
                 remove_forward_hooks(module, key)
+            if getattr(module.__dict__.get("forward"), "__func__", None) is _forward_frame:
+                del module.forward
 
     def forget(self) -> None:
         """Forget the forwards that are running: an exception crossed them."""
         self._entries.clear()
 
     def _install(self, module: nn.Module, sharded: ShardedModule | None) -> None:
+        if self.is_chunk and type(module).forward.__module__.startswith("torch.nn."):
+            # torch.compile does not capture the frame of a forward of torch's own and would
+            # inline the call instead, with the hooks, which must run outside of the graph.
+            module.forward = MethodType(_forward_frame, module)
         before, after = self._before_forward, self._after_forward
         # Dynamo must neither trace these nor compile their frames on their own.
         before = torch._dynamo.disable(before)
@@ -310,7 +345,7 @@ class ModuleHooks:
             for unit in self.units:
                 outstanding[unit] = outstanding.get(unit, 0) + 1
         for tensor in tensors:
-            tensor.register_hook(backward.begin)
+            _OutputHook.of(tensor).backwards.append(backward)
 
     # Backward
 
@@ -336,6 +371,10 @@ class ModuleHooks:
                 pass_end()
 
         queue_callback(ended)
+
+
+def _forward_frame(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return type(module).forward(module, *args, **kwargs)
 
 
 def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
