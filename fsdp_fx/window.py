@@ -18,8 +18,9 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from .library import BoundProgram, Key, ProgramLibrary
+from .recording import Recording
 from .residency import Residency
-from .trace import Event, Phase, Trace
+from .trace import Phase, Trace
 from .units import Communication, Unit
 
 __all__ = ["ClosedWindow", "ForwardCall", "IncompleteWindowError", "Use", "Window"]
@@ -150,11 +151,7 @@ class Window:
         self._recomputed: set[Unit] = set()
         self._passes: list[int] = []
         self._trains = False  # whether the outermost pass reached a training forward
-        self._keys: list[Key] = []
-        self._log: list[Event] = []
-        self._ends: list[int] = []
-        self._reduces: set[int] = set()
-        self._occurrences: dict[Key, int] = {}
+        self._recording = Recording()
         self._with_gradients: set[Unit] = set()
 
     @property
@@ -295,17 +292,9 @@ class Window:
     def _record(self, unit: Unit, phase: Phase, call: ForwardCall) -> Use:
         position = self.cursor
         self.cursor = position + 1
-        self._note(unit, phase, call.microbatch)
-        self._ends.append(position)
+        self._recording.add(unit, phase, call.microbatch, end=position)
         self.residency.acquire(unit)
         return Use(unit, phase, call, position)
-
-    def _note(self, unit: Unit, phase: Phase, microbatch: int) -> None:
-        key = (unit, phase)
-        occurrence = self._occurrences.get(key, 0)
-        self._occurrences[key] = occurrence + 1
-        self._keys.append(key)
-        self._log.append(Event(unit.spec.name, phase, occurrence, microbatch))
 
     def begin_recomputation(self, unit: Unit) -> Use:
         """A forward inside a backward needs ``unit``: gathered if absent, not an event."""
@@ -331,7 +320,7 @@ class Window:
             return
         if use.position is None or self.following is None:
             if use.position is not None:
-                self._ends[use.position] = self.cursor - 1
+                self._recording.end(use.position, last=self.cursor - 1)
             if use.gathered:
                 residency.free(unit)
         else:
@@ -345,9 +334,9 @@ class Window:
             if use.gathered:
                 residency.free(unit)
             if use.position is not None:
-                self._ends[use.position] = self.cursor - 1
+                self._recording.end(use.position, last=self.cursor - 1)
                 if complete:
-                    self._reduces.add(use.position)
+                    self._recording.contributions_complete([use.position])
             if complete:
                 self._reduce_unplanned(unit, use.call)
             return
@@ -412,14 +401,13 @@ class Window:
                 self.cursor = stop
                 return position
         for index, unit in enumerate(units):
-            self._note(unit, phase, call.microbatch)
-            self._ends.append(position + ends[index])
+            self._recording.add(unit, phase, call.microbatch, end=position + ends[index])
         self.cursor = position + count
         return None
 
     def note_reductions(self, start: int, indices: Sequence[int]) -> None:
         """Write down after which events of a recorded slice the gradients were complete."""
-        self._reduces.update(start + index for index in indices)
+        self._recording.contributions_complete(start + index for index in indices)
 
     # Leaving a program
 
@@ -441,38 +429,25 @@ class Window:
             wanted = other.resident_before(position) | {found[0][0]}
             self.residency.free_idle([unit for unit in self.units if unit not in wanted])
             return True
-        index = next(
-            (
-                index
-                for index, key in enumerate(found)
-                if position + index >= len(left.keys) or left.keys[position + index] != key
-            ),
-            0,
-        )
-        unit, phase = found[index]
-        here = position + index
-        expected = (
-            str(left.program.trace.events[here]) if here < len(left.keys) else "the window's end"
-        )
-        self._write_down_so_far(left, position)
-        self.divergence = (
-            f"window {self.number} left its program at event {here}: expected {expected}, "
-            f"found {unit.spec.name} {phase}; the rest of it ran with gathers on demand"
-        )
-        self.residency.stats.divergences += 1
-        self.following = None
+        here = position
+        while here < len(left.keys) and left.keys[here] == found[here - position]:
+            here += 1
+        unit, phase = found[here - position]
+        self._diverge(left, position, here, f"{unit.spec.name} {phase}")
         self.residency.free_idle([unit for unit in self.units if unit is not found[0][0]])
         return False
 
-    def _write_down_so_far(self, left: BoundProgram, position: int) -> None:
-        trace = left.program.trace
-        self._keys = list(left.keys[:position])
-        self._log = list(trace.events[:position])
-        self._ends = [min(end, position - 1) for end in trace.ends[:position]]
-        self._reduces = {index for index in trace.reduces if index < position}
-        self._occurrences = {}
-        for key in self._keys:
-            self._occurrences[key] = self._occurrences.get(key, 0) + 1
+    def _diverge(self, left: BoundProgram, position: int, here: int, found: str) -> None:
+        """From ``position`` on no program is followed: event ``here`` was another."""
+        events = left.program.trace.events
+        expected = str(events[here]) if here < len(events) else "the window's end"
+        self.divergence = (
+            f"window {self.number} left its program at event {here}: expected {expected}, found "
+            f"{found}; what was left of it ran with gathers on demand"
+        )
+        self.residency.stats.divergences += 1
+        self.following = None
+        self._recording = Recording.beginning_of(left, position)
 
     # Autograd passes
 
@@ -559,12 +534,7 @@ class Window:
             self.library.touch(self.following)
         else:
             stats.recorded_windows += 1
-            trace = Trace(
-                units=tuple(unit.spec for unit in self.units),
-                events=tuple(self._log),
-                ends=tuple(self._ends),
-                reduces=frozenset(self._reduces),
-            )
+            trace = self._recording.trace(self.units)
         closed = ClosedWindow(trace, self.divergence)
         self.number += 1
         self._begin()
@@ -578,13 +548,7 @@ class Window:
             self.following = shorter
             self.residency.stats.switches += 1
             return
-        self._write_down_so_far(left, self.cursor)
-        self.divergence = (
-            f"window {self.number} left its program at event {self.cursor}: expected "
-            f"{left.program.trace.events[self.cursor]}, found the window's end"
-        )
-        self.residency.stats.divergences += 1
-        self.following = None
+        self._diverge(left, self.cursor, self.cursor, "the window's end")
 
     def flush_gradients(self, chunk: str | None = None) -> None:
         """Reduce what is not reduced yet and make the current stream wait for all of it.
@@ -596,19 +560,8 @@ class Window:
             if (chunk is None or unit.spec.chunk == chunk) and unit.has_gradients:
                 self.residency.reduce(unit)
                 if self.recording:
-                    self._reduces.update(self._last_backwards(unit))
+                    self._recording.complete_at_close(unit)
         self._finish_reductions()
-
-    def _last_backwards(self, unit: Unit) -> set[int]:
-        """The unit's last backward event of each microbatch that has no reduction yet."""
-        last: dict[int, int] = {}
-        reduced: set[int] = set()
-        for position, (event, key) in enumerate(zip(self._log, self._keys, strict=True)):
-            if key == (unit, "B"):
-                last[event.microbatch] = position
-                if position in self._reduces:
-                    reduced.add(event.microbatch)
-        return {position for batch, position in last.items() if batch not in reduced}
 
     def _require_whole(self, every_forward: bool) -> None:
         problem = self.failure
