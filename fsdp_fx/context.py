@@ -90,6 +90,7 @@ class FSDPContext:
         self.stats = Stats()
         self._library = ProgramLibrary()
         self._window = Window(Residency(self.stats), self._library, reduce_gradients)
+        self._window.closes_itself = mode == "registration"
         self._window.on_open = self._weak(FSDPContext._begin_registration)
         self._report = Report()
         self._units: dict[str, Unit] = {}
@@ -213,8 +214,11 @@ class FSDPContext:
 
         def call() -> None:
             context = reference()
-            if context is not None:
-                method(context)
+            if context is None:
+                raise ReferenceError(
+                    "the FSDPContext of these modules was deleted: keep it as long as they train"
+                )
+            method(context)
 
         return call
 

@@ -14,6 +14,7 @@ import torch._dynamo
 from torch import nn
 
 __all__ = [
+    "accumulates_gradient",
     "active_compile_callback",
     "add_forward_hook",
     "add_forward_pre_hook",
@@ -27,6 +28,7 @@ __all__ = [
 
 try:
     from torch._C import _current_graph_task_id as _graph_task_id
+    from torch._C import _will_engine_execute_node
     from torch._C._dynamo.eval_frame import get_eval_frame_callback
     from torch._dynamo.eval_frame import skip_code
     from torch._dynamo.utils import counters
@@ -43,6 +45,11 @@ except (ImportError, AttributeError) as error:
 def current_graph_task() -> int:
     """The number of the autograd pass that is running, or -1."""
     return int(_graph_task_id())
+
+
+def accumulates_gradient(leaf: torch.Tensor) -> bool:
+    """Whether the autograd pass that is running adds to the gradient of ``leaf``."""
+    return bool(_will_engine_execute_node(torch.autograd.graph.get_gradient_edge(leaf).node))
 
 
 def queue_callback(callback: Callable[[], None]) -> None:

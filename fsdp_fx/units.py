@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from .torch_internals import accumulates_gradient
 from .trace import UnitSpec
 
 __all__ = [
@@ -263,6 +264,7 @@ class Unit:
                 f"the process group is closed: unit {self.spec.name} cannot be gathered; destroy "
                 "the group after the last step"
             )
+        self._check_dtypes()
         # FORWARD selects the gather streams. On the CPU there are none, and only an
         # asynchronous collective lets compute go on meanwhile.
         with group.use_training_state(TrainingState.FORWARD), _normal_tensors():
@@ -345,11 +347,21 @@ class Unit:
                 unsharded.requires_grad_(sharded.requires_grad)
             parameter._setattr_on_modules(unsharded)
 
+    def _check_dtypes(self) -> None:
+        for parameter in self.group.fsdp_params:
+            dtype = parameter.sharded_param.dtype
+            if dtype != parameter.orig_dtype:
+                raise RuntimeError(
+                    f"unit {self.spec.name}: a parameter is {dtype} and was {parameter.orig_dtype} "
+                    "when its module was adopted: convert a model before adopt()"
+                )
+
     def _materialise(self) -> None:
         # The unsharded parameters exist from the first copy-out on. A graph that is
         # captured before needs the tensors, not their contents.
         if self._parameter_index:
             return
+        self._check_dtypes()
         for parameter in self.group.fsdp_params:
             if hasattr(parameter._sharded_local_tensor, "fsdp_post_all_gather"):
                 self.gather()
@@ -421,6 +433,19 @@ class Unit:
             else:
                 unsharded.grad = unsharded.grad + gradient
         gradients.clear()
+
+    def accumulates(self, parameter: torch.Tensor) -> bool | None:
+        """Whether the autograd pass under way adds to the gradient of ``parameter``.
+
+        Args:
+            parameter: an unsharded parameter of this unit, or what was saved of it.
+
+        Returns:
+            None if the parameter is frozen.
+        """
+        index = self._parameter_index[storage_key(parameter)]
+        leaf = self.group.fsdp_params[index]._unsharded_param
+        return accumulates_gradient(leaf) if leaf.requires_grad else None
 
     def reduce(self) -> None:
         """Start the reduction of the full gradients into the sharded parameters' ``grad``.

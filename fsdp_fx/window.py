@@ -118,6 +118,8 @@ class Window:
         current: the chunk's forward that is running, innermost last.
         backward_call: the forward call whose backward is running.
         on_open: called before the first event of each window.
+        closes_itself: whether windows are closed at the end of an autograd pass; for
+            messages.
     """
 
     def __init__(
@@ -135,6 +137,7 @@ class Window:
         self._evaluating = 0
         self._discarding = 0
         self.on_open: Callable[[], None] | None = None
+        self.closes_itself = False
         self._begin()
 
     def _begin(self) -> None:
@@ -458,10 +461,15 @@ class Window:
             RuntimeError: ``call`` belongs to a window that is closed or aborted.
         """
         if call.training and call.window != self.number:
+            remedy = (
+                "a window ends with the first backward in registration mode, "
+                'FSDPContext(mode="recorded") takes several'
+                if self.closes_itself
+                else "run every backward before finish_grad_sync()"
+            )
             raise RuntimeError(
                 f"backward through {call}, a forward of window {call.window}, but that window "
-                "is closed or aborted: run every backward before finish_grad_sync(), and run "
-                "the forward again after abort()"
+                f"is closed or aborted: {remedy}; run the forward again after abort()"
             )
         call.has_backward = True
         self._trains = self._trains or call.training

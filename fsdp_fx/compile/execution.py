@@ -9,6 +9,7 @@ needs is looked up by position after the first time. Where no program says what 
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ from .regions import CompiledRegion, SplitGraph
 __all__ = ["Direction", "ScheduledGraph"]
 
 Direction = Literal["forward", "backward", "inference"]
+
+_serials = itertools.count()
 
 _SliceKey = tuple[tuple[SliceStep, ...], int, bool]
 
@@ -89,6 +92,8 @@ class ScheduledGraph:
         self._variants: dict[_SliceKey, tuple[str, fx.GraphModule]] = {}
         self._plain: fx.GraphModule | None = None
         self._checked: weakref.WeakSet[Unit] = weakref.WeakSet()
+        # Not id(): a program outlives graphs, and another may get a dead one's.
+        self._serial = next(_serials)
 
     def __call__(self, inputs: list[Any]) -> Sequence[Any]:
         """Run the graph on ``inputs``, which is cleared, in its place in the window."""
@@ -99,6 +104,7 @@ class ScheduledGraph:
         window = context.window
         call = self._current_call(window)
         backward = self.direction == "backward"
+        keeps = call.keeps_gradients and not (backward and self._for_inputs_only(units, inputs))
         if self._differentiable and not backward:
             for event in self._events:
                 unit = units[event.slot]
@@ -120,10 +126,10 @@ class ScheduledGraph:
                 window.note_reductions(start, [i for i, done in enumerate(complete) if done])
             # An evaluation frees what it has brought in, and nothing that was there before.
             frees = tuple(call.training or not (unit.unsharded or unit.in_flight) for unit in units)
-            bound = self._on_demand(context, call, complete, frees)
+            bound = self._on_demand(context, call, complete, frees, keeps)
         else:
             assert window.following is not None
-            bound = self._slice(context, window.following, position, units, call, complete)
+            bound = self._slice(context, window.following, position, units, call, complete, keeps)
         lent = self._lend(window, inputs)
         arguments = [window.residency, *units, *bound.others, *inputs]
         inputs.clear()
@@ -198,6 +204,15 @@ class ScheduledGraph:
             return window.current[-1]
         return ForwardCall("", window.number, -1, training=False)
 
+    def _for_inputs_only(self, units: Sequence[Unit], inputs: Sequence[Any]) -> bool:
+        """Whether the autograd pass is ``autograd.grad()``: parameters get no gradient."""
+        for unit, places in zip(units, self._places_of_slot, strict=True):
+            for place in places:
+                accumulates = unit.accumulates(inputs[place])
+                if accumulates is not None:
+                    return not accumulates
+        return False
+
     # Slices
 
     def _on_demand(
@@ -206,6 +221,7 @@ class ScheduledGraph:
         call: ForwardCall,
         complete: Sequence[bool],
         frees: Sequence[bool],
+        keeps: bool,
     ) -> _BoundSlice:
         per_backward = context.window.reduce_gradients == "per_backward" or not call.training
         steps = tuple(
@@ -217,7 +233,8 @@ class ScheduledGraph:
             for event, done in zip(self._events, complete, strict=True)
         )
         name = "on demand" if all(frees) else f"evaluation {len(self._variants)}"
-        return _BoundSlice(self._variant(context, call, steps, len(self._places_of_slot), name), ())
+        count = len(self._places_of_slot)
+        return _BoundSlice(self._variant(context, call, steps, count, keeps, name), ())
 
     def _slice(
         self,
@@ -227,12 +244,14 @@ class ScheduledGraph:
         units: Sequence[Unit],
         call: ForwardCall,
         complete: tuple[bool, ...],
+        keeps: bool,
     ) -> _BoundSlice:
-        key = (id(self), position, complete, call.keeps_gradients)
+        key = (self._serial, position, complete, keeps)
         bound = following.slices.get(key)
         if bound is None:
             stop = position + len(self._events)
-            bound = self._bind_slice(context, following.steps[position:stop], units, call, complete)
+            steps = following.steps[position:stop]
+            bound = self._bind_slice(context, steps, units, call, complete, keeps)
             following.slices[key] = bound
         assert isinstance(bound, _BoundSlice)
         return bound
@@ -244,6 +263,7 @@ class ScheduledGraph:
         units: Sequence[Unit],
         call: ForwardCall,
         complete: Sequence[bool],
+        keeps: bool,
     ) -> _BoundSlice:
         inputs = {unit: index for index, unit in enumerate(units)}
         others: list[Unit] = []
@@ -267,7 +287,7 @@ class ScheduledGraph:
         )
         name = f"slice {len(self._variants)}"
         return _BoundSlice(
-            self._variant(context, call, slice_steps, len(inputs), name), tuple(others)
+            self._variant(context, call, slice_steps, len(inputs), keeps, name), tuple(others)
         )
 
     def _variant(
@@ -276,9 +296,10 @@ class ScheduledGraph:
         call: ForwardCall,
         steps: tuple[SliceStep, ...],
         units: int,
+        keeps: bool,
         name: str,
     ) -> Callable[[list[Any]], Sequence[Any]]:
-        key = (steps, units, call.keeps_gradients)
+        key = (steps, units, keeps)
         if key not in self._variants:
             module = lower(
                 self._split,
@@ -286,7 +307,7 @@ class ScheduledGraph:
                 self._events,
                 steps,
                 units,
-                call.keeps_gradients,
+                keeps,
                 f"Graph{self.number}{self.direction.capitalize()}",
             )
             self._variants[key] = (name, module)

@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from ..torch_internals import (
@@ -38,7 +39,7 @@ from ..torch_internals import (
     remove_forward_hooks,
     skip_code,
 )
-from ..units import ShardedModule, Unit
+from ..units import ShardedModule, Unit, unit_of_tensor
 from ..window import ForwardCall, Use, Window
 
 __all__ = ["ModuleHooks", "differentiable_tensors"]
@@ -127,21 +128,23 @@ class _OutputHook:
     """The hook on one differentiable tensor, for every module whose output it is.
 
     A parent that returns what its child returned has the same tensor as output. The
-    parent's backward begins first, as it would if they differed.
+    parent's backward begins first, as it would if they differed. A parent that has
+    changed it in place has another: the gradient of what the tensor was comes later.
     """
 
-    __slots__ = ("backwards",)
+    __slots__ = ("backwards", "version")
     _ATTRIBUTE = "_fsdp_fx_output_hook"
 
-    def __init__(self) -> None:
+    def __init__(self, version: int) -> None:
         self.backwards: list[BackwardOf] = []
+        self.version = version
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> _OutputHook:
-        """The tensor's hook; registered if it has none."""
+        """The tensor's hook; registered if it has none, as it is now."""
         hook: _OutputHook | None = getattr(tensor, cls._ATTRIBUTE, None)
-        if hook is None:
-            hook = cls()
+        if hook is None or hook.version != tensor._version:
+            hook = cls(tensor._version)
             setattr(tensor, cls._ATTRIBUTE, hook)
             tensor.register_hook(hook)
         return hook
@@ -175,6 +178,7 @@ class _Entry:
     uses: tuple[Use, ...]
     backward: BackwardOf | None
     exposed: tuple[Unit, ...]
+    handling: BaseException | None  # what the caller of the forward is handling
 
 
 class ModuleHooks:
@@ -240,8 +244,16 @@ class ModuleHooks:
         before = torch._dynamo.disable(before)
         after = torch._dynamo.disable(after)
 
+        is_chunk = self.is_chunk
+
         def pre_hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
             if torch.compiler.is_compiling():
+                if is_chunk or _shows_sharded(module):
+                    # The capture began outside: nobody has shown it the unsharded parameters.
+                    torch._dynamo.graph_break(
+                        "fsdp_fx: the hooks of a module that a context schedules run outside of "
+                        "graphs; compile the chunk itself instead of a function around it"
+                    )
                 return None
             return before(module, args, kwargs, active_compile_callback())
 
@@ -291,7 +303,8 @@ class ModuleHooks:
             exposed = self.units + self.inner_units
         for unit in exposed:
             unit.expose()
-        entry = _Entry(call, opened_call, recomputation, uses, None, exposed)
+        handling = sys.exc_info()[1]
+        entry = _Entry(call, opened_call, recomputation, uses, None, exposed, handling)
         self._entries.append(entry)
         if not torch.is_grad_enabled():
             return None
@@ -329,13 +342,20 @@ class ModuleHooks:
             unit.conceal()
         for use in reversed(entry.uses):
             window.end(use)
-        failed = output is None and sys.exc_info()[0] is not None
+        failed = output is None and sys.exc_info()[1] is not entry.handling
         if failed and not entry.recomputation and entry.call.training:
             # Early-stopping recomputation also ends in an exception, by design.
             window.fail(f"an exception crossed the forward of {type(module).__name__}")
         tensors = differentiable_tensors(output) if entry.backward is not None else []
         if entry.opened_call:
             window.close_call(entry.call, needs_backward=bool(tensors))
+        for tensor in tensors:
+            owner = unit_of_tensor(tensor)
+            if owner is not None and owner in self.units:
+                raise RuntimeError(
+                    f"{type(module).__name__} returns a parameter of unit {owner.spec.name}, or a "
+                    "view of one, and its memory is given back now: return a copy (.clone())"
+                )
         if not tensors:
             return
         backward = entry.backward
@@ -375,6 +395,10 @@ class ModuleHooks:
 
 def _forward_frame(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return type(module).forward(module, *args, **kwargs)
+
+
+def _shows_sharded(module: nn.Module) -> bool:
+    return any(isinstance(parameter, DTensor) for parameter in module.parameters())
 
 
 def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
