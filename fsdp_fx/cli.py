@@ -51,8 +51,8 @@ def _add_demo(commands: argparse._SubParsersAction[_Parser]) -> None:
         "demo",
         help="train a small pipelined transformer with FSDP2, eager and compiled",
         description="Trains a small transformer on the source of Python's standard library: "
-        "PP 2 × FSDP, interleaved 1F1B, the same steps with plain FSDP2, with a recorded "
-        "context, and compiled. Needs no download.",
+        "PP 2 × FSDP, interleaved 1F1B, the same steps with plain FSDP2, with fsdp_fx "
+        "eager, and with fsdp_fx compiled. Needs no download.",
     )
     parser.add_argument("--ranks", type=int, help="processes (default: 4; as many as GPUs)")
     parser.add_argument("--layers", type=int, default=8, help="transformer layers (default: 8)")

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import fx, nn
 
 from .eager.hooks import ModuleHooks
+from .eager.optimizers import guard_optimizers
 from .library import BoundProgram, ProgramLibrary
 from .passes import PassOptions, plan
 from .program import Program
@@ -81,6 +82,11 @@ class FSDPContext:
         _require_choice("reduce_gradients", reduce_gradients, get_args(ReduceGradients))
         _require_elements("forward_prefetch", forward_prefetch)
         _require_elements("backward_prefetch", backward_prefetch)
+        if mode == "registration" and reduce_gradients != "per_backward":
+            raise ValueError(
+                f'reduce_gradients="{reduce_gradients}" has no effect in registration mode, where a '
+                'window is one backward: use mode="recorded"'
+            )
         self.mode: Mode = mode
         self._options = PassOptions(
             forward_prefetch=forward_prefetch,
@@ -93,6 +99,7 @@ class FSDPContext:
         self._window.closes_itself = mode == "registration"
         self._window.on_open = self._weak(FSDPContext._begin_registration)
         self._report = Report()
+        self._guard: weakref.finalize[[], FSDPContext] | None = None
         self._units: dict[str, Unit] = {}
         self._chunks: dict[str, weakref.ref[nn.Module]] = {}
         self._hooks: list[ModuleHooks] = []
@@ -135,6 +142,8 @@ class FSDPContext:
             self._require_adoptable(module, modules[:index])
         for module in modules:
             self._adopt(module)
+        if self._guard is None:
+            self._guard = weakref.finalize(self, guard_optimizers(self._window))
 
     def _require_adoptable(self, module: nn.Module, before: list[nn.Module]) -> None:
         if not isinstance(module, nn.Module):
@@ -243,7 +252,11 @@ class FSDPContext:
         number = self._window.number
         trace, divergence = self._window.close(every_forward)
         if divergence is not None:
-            self._report.fall_back(Fallback(f"window {number}", "gathers on demand", divergence))
+            self._report.fall_back(
+                Fallback(
+                    f"window {number}", "left its program and was recorded as a new one", divergence
+                )
+            )
         if trace is not None:
             self._commit(trace)
 

@@ -140,7 +140,7 @@ def _bind_stage(stage: Any, chunk: str, context: FSDPContext) -> None:
 
         @functools.wraps(compute_outputs)
         def infer_outputs(*args: Any, **kwargs: Any) -> Any:
-            with context.window.discarding_gradients():
+            with context.evaluation():
                 return compute_outputs(*args, **kwargs)
 
         stage._compute_outputs = infer_outputs

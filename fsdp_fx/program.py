@@ -233,18 +233,15 @@ class Program:
             for label, gathers, waited, prefetches in heads
         )
 
-    def verify(self) -> Program:
+    def verify(self) -> None:
         """Prove the program safe to run; see :mod:`fsdp_fx.passes.verify`.
-
-        Returns:
-            The program itself.
 
         Raises:
             ProgramError: the program breaks a rule; names the rule and the node.
         """
         from fsdp_fx.passes.verify import verify
 
-        return verify(self)
+        verify(self)
 
     def save_timeline(self, path: str | os.PathLike[str]) -> None:
         """Draw the program; see :func:`fsdp_fx.timeline.save_timeline`.

@@ -75,11 +75,21 @@ class Report:
         self.regions_compiled = 0
         self.region_uses = 0
 
-    def ran_eagerly(self, unit: str, chunk: str) -> None:
-        """Note that ``unit`` ran from its hooks although ``chunk`` is compiled."""
+    def ran_eagerly(self, unit: str | None, chunk: str) -> None:
+        """Note that something ran from its hooks although ``chunk`` is compiled.
+
+        Args:
+            unit: the unit; None if nothing of the chunk was captured.
+            chunk: the chunk.
+        """
+        where = (
+            f"compiled chunk {chunk}" if unit is None else f"unit {unit} in compiled chunk {chunk}"
+        )
         reasons = graph_break_reasons()
         why = reasons[-1] if reasons else "torch.compile did not capture it"
-        self.fall_back(Fallback(f"unit {unit} in compiled chunk {chunk}", "ran eagerly", why))
+        self.fall_back(
+            Fallback(where, "ran eagerly", f"{why} (TORCH_LOGS=graph_breaks tells more)")
+        )
 
     def fall_back(self, fallback: Fallback) -> None:
         """Note ``fallback``; one log line at the first time of its place.
@@ -105,10 +115,12 @@ class Report:
             programs: the programs that it knows, the latest last.
         """
         lines = [
-            f"{mode} mode, {len(chunks)} chunks, {len(programs)} programs known",
-            f"windows: {stats.windows} closed, {stats.recorded_windows} recorded, "
-            f"{stats.replayed_windows} replayed, {stats.switches} switched to another known "
-            f"program, {stats.divergences} diverged, {stats.aborts} aborted",
+            f"{mode} mode, {_count(len(chunks), 'chunk')}, "
+            f"{_count(len(programs), 'program')} known",
+            f"windows: {stats.windows} closed: {stats.recorded_windows} recorded "
+            f"({stats.divergences} of them because they left their program), "
+            f"{stats.replayed_windows} replayed ({stats.switches} of them by switching to another "
+            f"known program); {stats.aborts} aborted",
             f"gathers: {stats.gathers}, {stats.on_demand_gathers} on demand, "
             f"{stats.prefetched_gathers} ahead of need, {stats.dropped_gathers} dropped unused",
             f"reductions: {stats.reductions}",
@@ -116,9 +128,14 @@ class Report:
         for index, program in enumerate(programs):
             trace = program.trace
             lines.append(
-                f"program {index}: {len(trace)} events in {len(trace.calls)} calls, "
+                f"program {index}: {_count(len(trace), 'event')} in "
+                f"{_count(len(trace.calls), 'call')}, "
                 f"fingerprint {trace.fingerprint[:12]}"
             )
+        if not chunks:
+            lines.append("no chunk is adopted: call adopt() before the first forward")
+        elif stats.gathers and not stats.windows:
+            lines.append("no window was closed: call finish_grad_sync() before the optimizer step")
         compiled = {key.chunk for key in self.graphs}
         for chunk in chunks:
             if chunk not in compiled:
@@ -130,8 +147,9 @@ class Report:
                 f"chunk {chunk}: compiled, "
                 + ", ".join(
                     f"graph {graph} {direction} in "
-                    f"{sum(key.graph == graph and key.direction == direction for key in keys)} "
-                    "variants"
+                    + _count(
+                        sum(k.graph == graph and k.direction == direction for k in keys), "variant"
+                    )
                     for graph, direction in graphs
                 )
             )
@@ -141,7 +159,13 @@ class Report:
             )
         if self.fallbacks:
             lines.append("fallbacks:")
-            lines.extend(f"  {fallback} ({n} times)" for fallback, n in self.fallbacks.items())
+            lines.extend(
+                f"  {fallback} ({_count(n, 'time')})" for fallback, n in self.fallbacks.items()
+            )
         else:
             lines.append("fallbacks: none")
         return "\n".join(lines)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

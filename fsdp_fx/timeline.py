@@ -34,6 +34,7 @@ _COLORS: dict[State, str] = {
     "B": "#c8553d",
     "held": "#cfd8dc",
 }
+_MEMORY = "#80b5a5"
 _LEGEND: dict[State, str] = {
     "in flight": "gather in flight",
     "F": "in use, forward",
@@ -63,13 +64,17 @@ class Segment:
     stop: int
 
 
-def save_timeline(program: Program, path: str | os.PathLike[str]) -> None:
+def save_timeline(
+    program: Program, path: str | os.PathLike[str], *, caption: str | None = None
+) -> None:
     """Draw ``program`` into a file.
 
     Args:
         program: a program that verifies.
         path: a file that ends in ``.png`` or ``.svg`` for a picture, in ``.json`` for
             the Chrome trace format, in which one event takes 1 ms.
+        caption: what the title says besides the numbers of events, units and chunks, for
+            example the rank.
 
     Raises:
         ValueError: the file ends in something else.
@@ -78,9 +83,9 @@ def save_timeline(program: Program, path: str | os.PathLike[str]) -> None:
     target = Path(path)
     match target.suffix.lower():
         case ".json":
-            target.write_text(json.dumps(_chrome_trace(program)))
+            target.write_text(json.dumps(_chrome_trace(program, caption)))
         case ".png" | ".svg":
-            _figure(program).savefig(target, dpi=120, bbox_inches="tight")
+            _figure(program, caption).savefig(target, dpi=120, bbox_inches="tight")
         case suffix:
             raise ValueError(
                 f"cannot save a timeline as {suffix or 'a file without suffix'}: "
@@ -147,7 +152,7 @@ def _reductions(program: Program) -> list[tuple[str, int]]:
 # Pictures
 
 
-def _figure(program: Program) -> Figure:
+def _figure(program: Program, caption: str | None = None) -> Figure:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -181,8 +186,21 @@ def _figure(program: Program) -> Figure:
     memory.set_xlim(0, max(events, 1))
     memory.set_xlabel("event (schedule order, not measured time)", fontsize=8)
     memory.tick_params(axis="x", labelsize=8)
-    _draw_legend(compute)
+    memory.xaxis.get_major_locator().set_params(integer=True)
+    _draw_legend(compute, program)
+    compute.set_title(_title(program, caption), loc="left", fontsize=9, pad=24)
     return figure
+
+
+def _title(program: Program, caption: str | None) -> str:
+    trace = program.trace
+    counts = [
+        (len(trace), "event"),
+        (len(trace.units), "unit"),
+        (len({unit.chunk for unit in trace.units}), "chunk"),
+    ]
+    title = ", ".join(f"{count} {noun}{'' if count == 1 else 's'}" for count, noun in counts)
+    return f"{caption}: {title}" if caption else title
 
 
 def _draw_compute(axes: Axes, program: Program, scale: float) -> None:
@@ -232,20 +250,21 @@ def _draw_units(axes: Axes, program: Program) -> None:
             edgecolors="white",
             linewidth=0.4,
         )
-    for unit, position in _on_demand(program):
-        axes.vlines(position, lane[unit] - 0.4, lane[unit] + 0.4, color=_INK, linewidth=1.6)
-    reductions = _reductions(program)
-    axes.scatter(
-        [position + 1 for _, position in reductions],
-        [lane[unit] for unit, _ in reductions],
-        marker="D",
-        s=13,
-        color=_INK,
-        edgecolors="white",
-        linewidth=0.5,
-        zorder=3,
-        clip_on=False,
-    )
+    reductions = [(position + 1, lane[unit]) for unit, position in _reductions(program)]
+    # At the upper edge of the lane, where no reduction is.
+    demands = [(position, lane[unit] - 0.3) for unit, position in _on_demand(program)]
+    for points, marker, size in ((reductions, "D", 13), (demands, "v", 34)):
+        axes.scatter(
+            [x for x, _ in points],
+            [y for _, y in points],
+            marker=marker,
+            s=size,
+            color=_INK,
+            edgecolors="white",
+            linewidth=0.5,
+            zorder=3,
+            clip_on=False,
+        )
     axes.set_ylim(len(units) - 0.5, -0.5)
     axes.set_yticks(range(len(units)), [unit.name for unit in units], fontsize=8)
     axes.tick_params(axis="y", length=0)
@@ -256,7 +275,7 @@ def _draw_memory(axes: Axes, program: Program) -> None:
     if not curve:
         return
     edges = range(len(curve) + 1)
-    axes.stairs(curve, edges, fill=True, color="#90a4ae", alpha=0.5)
+    axes.stairs(curve, edges, fill=True, color=_MEMORY, alpha=0.5)
     axes.stairs(curve, edges, color=_INK, linewidth=1.0)
     peak = max(curve)
     axes.set_ylim(0, 1.15 * max(peak, 1))
@@ -283,21 +302,27 @@ def _draw_phases(axes: Axes, program: Program) -> None:
         before = call
 
 
-def _draw_legend(axes: Axes) -> None:
+def _draw_legend(axes: Axes, program: Program) -> None:
+    """What the marks mean, of those that occur."""
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
+    found = {segment.state for segment in segments(program)}
     entries: list[Patch | Line2D] = [
-        Patch(facecolor=_COLORS[state], label=text) for state, text in _LEGEND.items()
+        Patch(facecolor=_COLORS[state], label=text)
+        for state, text in _LEGEND.items()
+        if state in found
     ]
-    entries.append(
-        Line2D(
-            [], [], color=_INK, marker="|", linestyle="", ms=9, mew=1.6, label="gather on demand"
-        )
-    )
-    entries.append(
-        Line2D([], [], color=_INK, marker="D", linestyle="", ms=4, label="reduction starts")
-    )
+    for occurs, marker, size, text in (
+        (_on_demand(program), "v", 6, "gather on demand"),
+        (_reductions(program), "D", 4, "reduction starts"),
+    ):
+        if occurs:
+            entries.append(
+                Line2D([], [], color=_INK, marker=marker, linestyle="", ms=size, label=text)
+            )
+    if not entries:
+        return
     axes.legend(
         handles=entries,
         loc="lower left",
@@ -314,12 +339,12 @@ def _draw_legend(axes: Axes) -> None:
 # Chrome trace format
 
 
-def _chrome_trace(program: Program) -> dict[str, Any]:
+def _chrome_trace(program: Program, caption: str | None = None) -> dict[str, Any]:
     trace = program.trace
     lane = {unit.name: index + 1 for index, unit in enumerate(trace.units)}
     sizes = {unit.name: unit.bytes for unit in trace.units}
     rows: list[dict[str, Any]] = [
-        {"ph": "M", "pid": 0, "name": "process_name", "args": {"name": "fsdp_fx program"}}
+        {"ph": "M", "pid": 0, "name": "process_name", "args": {"name": _title(program, caption)}}
     ]
     for name, thread in [("compute", 0), *lane.items()]:
         rows.append(_row("M", thread, name="thread_name", args={"name": name}))

@@ -348,13 +348,14 @@ class Unit:
             parameter._setattr_on_modules(unsharded)
 
     def _check_dtypes(self) -> None:
-        for parameter in self.group.fsdp_params:
-            dtype = parameter.sharded_param.dtype
-            if dtype != parameter.orig_dtype:
-                raise RuntimeError(
-                    f"unit {self.spec.name}: a parameter is {dtype} and was {parameter.orig_dtype} "
-                    "when its module was adopted: convert a model before adopt()"
-                )
+        # One will do: conversions are of whole modules, and this runs at every gather.
+        parameter = self.group.fsdp_params[0]
+        dtype = parameter.sharded_param.dtype
+        if dtype != parameter.orig_dtype:
+            raise RuntimeError(
+                f"unit {self.spec.name}: a parameter is {dtype} and was {parameter.orig_dtype} "
+                "when its module was adopted: convert a model before adopt()"
+            )
 
     def _materialise(self) -> None:
         # The unsharded parameters exist from the first copy-out on. A graph that is
@@ -393,6 +394,11 @@ class Unit:
     def trainable(self) -> bool:
         """Whether any parameter requires a gradient now."""
         return any(p.sharded_param.requires_grad for p in self.group.fsdp_params)
+
+    @property
+    def sharded_parameters(self) -> list[nn.Parameter]:
+        """The parameters as users and optimizers see them."""
+        return [parameter.sharded_param for parameter in self.group.fsdp_params]
 
     @property
     def has_gradients(self) -> bool:

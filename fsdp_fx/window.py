@@ -54,8 +54,8 @@ class ForwardCall:
         microbatch: index among the chunk's training forwards of the window; -1 for
             an evaluation.
         training: whether its events are recorded.
-        keeps_gradients: whether a backward adds to the parameters' gradients.
         compiled: whether it was entered under torch.compile.
+        captured: whether a captured graph ran in it.
         finished: whether the forward returned.
         needs_backward: whether some output can be differentiated.
         has_backward: whether a backward through it has begun.
@@ -66,8 +66,8 @@ class ForwardCall:
     window: int
     microbatch: int
     training: bool
-    keeps_gradients: bool = True
     compiled: bool = False
+    captured: bool = False
     finished: bool = False
     needs_backward: bool = False
     has_backward: bool = False
@@ -135,7 +135,6 @@ class Window:
         self.communication: Communication | None = None
         self.number = 0
         self._evaluating = 0
-        self._discarding = 0
         self.on_open: Callable[[], None] | None = None
         self.closes_itself = False
         self._begin()
@@ -185,14 +184,7 @@ class Window:
             self._open()
             microbatch = self._microbatches.get(chunk, 0)
             self._microbatches[chunk] = microbatch + 1
-        call = ForwardCall(
-            chunk,
-            self.number,
-            microbatch,
-            training,
-            keeps_gradients=not self._discarding,
-            compiled=compiled,
-        )
+        call = ForwardCall(chunk, self.number, microbatch, training, compiled=compiled)
         if training:
             self._calls.append(call)
         elif self.communication is not None:
@@ -242,20 +234,6 @@ class Window:
             yield
         finally:
             self._evaluating -= 1
-
-    @contextlib.contextmanager
-    def discarding_gradients(self) -> Iterator[None]:
-        """Forwards that begin inside are evaluations, and their backward adds no gradient.
-
-        For shape inference: a compiled backward computes the parameters' gradients
-        even if only the inputs' were asked for.
-        """
-        self._discarding += 1
-        try:
-            with self.evaluation():
-                yield
-        finally:
-            self._discarding -= 1
 
     # Events
 
@@ -444,10 +422,7 @@ class Window:
         """From ``position`` on no program is followed: event ``here`` was another."""
         events = left.program.trace.events
         expected = str(events[here]) if here < len(events) else "the window's end"
-        self.divergence = (
-            f"window {self.number} left its program at event {here}: expected {expected}, found "
-            f"{found}; what was left of it ran with gathers on demand"
-        )
+        self.divergence = f"at event {here}: expected {expected}, found {found}"
         self.residency.stats.divergences += 1
         self.following = None
         self._recording = Recording.beginning_of(left, position)
@@ -597,7 +572,8 @@ class Window:
             expected = f"; the next event expected is {event} (event {self.cursor})"
         raise IncompleteWindowError(
             f"window {self.number} is not whole: {problem}{expected}. Run what is missing "
-            "before finish_grad_sync(), or discard the window with abort()"
+            "before finish_grad_sync(), or discard the window with abort(). A forward that was "
+            "an evaluation belongs under evaluation() or torch.no_grad()"
         )
 
     def _finish_reductions(self) -> None:

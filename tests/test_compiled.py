@@ -295,6 +295,32 @@ def test_a_layer_that_is_not_captured_runs_eagerly_and_explain_says_why(
     assert sum("c0.layers.1" in line for line in logged) == 1
 
 
+class Uncaptured(nn.Module):
+    """A chunk without units below it that torch.compile leaves alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(24, WIDTH)
+        self.head = nn.Linear(WIDTH, 24)
+
+    @torch._dynamo.disable
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.embedding(x))
+
+
+def _captured_nothing() -> str:
+    setup = set_up([Uncaptured()], region_compiler="eager", fullgraph=False, shard=lambda chunk: [])
+    for step in range(2):
+        setup.step(list(interleaved(1, 2)), make_data(step, 2), exact=True)
+    return setup.context.explain()
+
+
+def test_a_chunk_of_which_nothing_is_captured_is_reported(ranks: RankPools) -> None:
+    explanation = ranks(2).run(_captured_nothing, timeout=LONG)[0]
+    assert "compiled chunk c0: ran eagerly" in explanation
+    assert "fallbacks: none" not in explanation
+
+
 class Branch(nn.Module):
     """fc1, fc2 if the flag is up, fc3."""
 

@@ -310,8 +310,8 @@ def test_explain_tells_of_windows_gathers_programs_and_chunks() -> None:
     for _ in range(2):
         step(context, *chunks)
     text = context.explain()
-    assert "recorded mode, 2 chunks, 1 programs known" in text
-    assert "windows: 2 closed, 1 recorded, 1 replayed" in text
+    assert "recorded mode, 2 chunks, 1 program known" in text
+    assert "windows: 2 closed: 1 recorded" in text
     assert "program 0: 12 events in 4 calls" in text
     assert "chunk c1: eager, scheduled from hooks" in text
     assert "fallbacks: none" in text

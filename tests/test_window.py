@@ -261,7 +261,7 @@ def test_divergence_says_where_and_the_whole_window_is_the_trace() -> None:
     run.backward("ca", call)
     closed = run.window.close()
     assert closed.divergence is not None
-    assert "left its program at event 1: expected m.b F0, found m.c F" in closed.divergence
+    assert "event 1: expected m.b F0, found m.c F" in closed.divergence
     found = closed.trace
     assert found is not None
     wanted = trace("m F0: a c; m B0: c a")

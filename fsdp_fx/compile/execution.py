@@ -104,7 +104,8 @@ class ScheduledGraph:
         window = context.window
         call = self._current_call(window)
         backward = self.direction == "backward"
-        keeps = call.keeps_gradients and not (backward and self._for_inputs_only(units, inputs))
+        call.captured = True
+        keeps = not (backward and self._for_inputs_only(units, inputs))
         if self._differentiable and not backward:
             for event in self._events:
                 unit = units[event.slot]

@@ -12,13 +12,14 @@ import os
 import shutil
 import sys
 import sysconfig
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from .launch import Finished, RankError, run_ranks
-from .training import RUNS, STAGES, Options, RunName, RunResult
+from .training import FILES, RUNS, STAGES, Options, RunName, RunResult
 
 __all__ = ["DemoError", "Options", "run"]
 
@@ -88,7 +89,7 @@ def run(options: Options) -> int:
     check(options)
     from rich.console import Console
 
-    from .display import Bars, comparison
+    from .display import EXPLANATION, Bars, comparison
 
     console = Console()
     missing = missing_compiler(options.device) if options.region_compiler == "inductor" else None
@@ -96,7 +97,11 @@ def run(options: Options) -> int:
         console.print(f"Inductor needs {missing}, which is not here: using --region-compiler eager")
         options = replace(options, region_compiler="eager")
     options.output.mkdir(parents=True, exist_ok=True)
+    for file in FILES:
+        (options.output / file).unlink(missing_ok=True)  # of an earlier demo
     results: dict[RunName, list[RunResult]] = {name: [] for name in RUNS}
+    seconds: dict[RunName, float] = {}
+    began = time.monotonic()
     try:
         with Bars(console, options) as bars:
             bars.begin(RUNS[0])
@@ -106,6 +111,8 @@ def run(options: Options) -> int:
                     results[name].append(message.result)
                     if len(results[name]) == options.ranks:
                         bars.end(name)
+                        seconds[name] = time.monotonic() - began
+                        began = time.monotonic()
                         following = RUNS.index(name) + 1
                         if following < len(RUNS):
                             bars.begin(RUNS[following])
@@ -114,7 +121,10 @@ def run(options: Options) -> int:
     except RankError as error:
         print(error, file=sys.stderr)
         return 1
-    console.print(comparison(results, options))
-    files = ", ".join(sorted(path.name for path in options.output.iterdir()))
-    console.print(f"Written to {options.output}: {files}")
+    console.print(comparison(results, seconds, options))
+    console.print(EXPLANATION, highlight=False)
+    console.print(f"\nWritten to {options.output}, from the compiled run on rank 0:")
+    for file, content in FILES.items():
+        if (options.output / file).exists():
+            console.print(f"  {file:<13} {content}", highlight=False)
     return 0

@@ -11,13 +11,24 @@ from rich.table import Table
 
 from .training import RUNS, Options, RunName, RunResult
 
-__all__ = ["Bars", "comparison"]
+__all__ = ["EXPLANATION", "Bars", "comparison"]
 
 _LABELS: dict[RunName, str] = {
     "FSDP2": "FSDP2",
     "recorded": "fsdp_fx, eager",
     "compiled": "fsdp_fx, compiled",
 }
+
+
+# The README has it too.
+EXPLANATION = (
+    "FSDP2: torch's pipelining leaves a layer gathered after every backward but the last, so "
+    "that all parameters of a rank are there at once, and reduces once a step. fsdp_fx frees a "
+    "unit after each use unless it is the next one needed (ZeRO-3 within the pipeline): less "
+    'memory for more gathers. Here it also reduces once a step (reduce_gradients="per_window"): '
+    "all three runs keep the full gradients of a step until then, as large as the full "
+    "parameters in fp32, and the peak does not count them."
+)
 
 
 class Bars:
@@ -66,17 +77,22 @@ class Bars:
         self._progress.stop_task(self._tasks[name])
 
 
-def comparison(results: dict[RunName, list[RunResult]], options: Options) -> Table:
+def comparison(
+    results: dict[RunName, list[RunResult]], seconds: dict[RunName, float], options: Options
+) -> Table:
     """The runs side by side.
 
     Args:
         results: of each run, what each rank had to say.
+        seconds: of each run, how long it took.
         options: of the demo.
     """
+    first = "the first step" if options.warm_up == 1 else f"the first {options.warm_up} steps"
     table = Table(
         title=f"{options.steps} steps on {options.ranks} ranks",
         caption="Counts: one step, mean over the ranks. Peak: largest over ranks and steps. "
-        f"Time: mean after {options.warm_up} steps; it compares these runs only.",
+        f"Seconds per step: mean after {first}. Start and compile: the rest of the run, with "
+        "these. Times compare these runs only.",
     )
     table.add_column("")
     for name in RUNS:
@@ -105,7 +121,13 @@ def comparison(results: dict[RunName, list[RunResult]], options: Options) -> Tab
         "peak full parameters, KiB",
         lambda name: f"{max(r.peak_resident_bytes for r in results[name]) / 1024:,.0f}",
     )
-    row("seconds per step", lambda name: f"{max(r.step_seconds for r in results[name]):.2f}")
+    step = {name: max(r.step_seconds for r in results[name]) for name in RUNS}
+    timed = options.steps - options.warm_up
+    row("seconds per step", lambda name: f"{step[name]:.2f}")
+    row(
+        "start and compile, s",
+        lambda name: f"{max(0.0, seconds[name] - timed * step[name]):.0f}",
+    )
     return table
 
 

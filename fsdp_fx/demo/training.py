@@ -3,7 +3,8 @@
 Each run builds the same two stages of the model, shards them with FSDP2 and trains
 them under ``ScheduleInterleaved1F1B``. The runs differ in who schedules gathers and
 reductions: FSDP2 with the pipeline schedule, a context from hooks, or a context
-inside compiled graphs.
+inside compiled graphs. All three reduce a unit's gradients once a step, as the pipeline
+schedule does with FSDP2; what is left to compare is gathers and resident parameters.
 """
 
 from __future__ import annotations
@@ -25,12 +26,14 @@ from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
 
 from ..context import FSDPContext
 from ..pipelining import bind
+from ..report import GraphKey
 from ..residency import Stats
+from ..timeline import save_timeline
 from .model import ModelShape, Stage, next_byte_loss
 from .observe import Observer
 from .text import Text
 
-__all__ = ["MICROBATCHES", "RUNS", "STAGES", "Options", "RunName", "RunResult", "train"]
+__all__ = ["FILES", "MICROBATCHES", "RUNS", "STAGES", "Options", "RunName", "RunResult", "train"]
 
 RunName = Literal["FSDP2", "recorded", "compiled"]
 RUNS: tuple[RunName, ...] = get_args(RunName)
@@ -42,6 +45,12 @@ MICROBATCHES = 8
 ROWS = 4  # sequences in a microbatch of one FSDP rank
 LEARNING_RATE = 3e-3
 WARM_UP = 2  # steps that record, compile or first replay
+FILES = {  # what the compiled run leaves, and what it is
+    "program.txt": "one step of rank 0, operation by operation",
+    "timeline.png": "the same step as a picture",
+    "graph.py.txt": "one graph of torch.compile with the program's operations in it",
+    "explain.txt": "what ran how; its counts are for all steps",
+}
 
 
 @dataclass(frozen=True)
@@ -115,7 +124,7 @@ def train(
     context = None
     chunks: list[nn.Module] = list(stages)
     if name != "FSDP2":
-        context = FSDPContext(mode="recorded")
+        context = FSDPContext(mode="recorded", reduce_gradients="per_window")
         context.adopt(*stages)
     if name == "compiled":
         chunks = [_compile(stage, options.region_compiler) for stage in stages]
@@ -161,8 +170,8 @@ def train(
             if microbatch_losses:
                 losses.append(_mean_loss(microbatch_losses, mesh["shard"]))
             on_step(step + 1, losses[-1] if losses else None)
-    if context is not None and dist.get_rank() == 0:
-        write_files(name, context, options.output)
+    if context is not None and name == "compiled" and dist.get_rank() == 0:
+        write_files(context, options)
     return RunResult(
         tuple(losses),
         _growth(before, stats),
@@ -199,23 +208,53 @@ def _mean_loss(losses: list[torch.Tensor], mesh: DeviceMesh) -> float:
     return mean.item() / mesh.size()
 
 
-def write_files(name: RunName, context: FSDPContext, output: Path) -> None:
-    """Write what the context knows after a run to ``output``.
-
-    The recorded run writes the program and its picture, the compiled run one
-    transformed graph and the explanation.
-    """
-    if name == "recorded":
-        program = context.program
-        assert program is not None
-        (output / "program.txt").write_text(f"{program}\n", encoding="utf-8")
-        program.save_timeline(output / "timeline.png")
-        return
-    (output / "explain.txt").write_text(f"{context.explain()}\n", encoding="utf-8")
+def write_files(context: FSDPContext, options: Options) -> None:
+    """Write what the context of the compiled run on rank 0 knows: :data:`FILES`."""
+    program = context.program
+    assert program is not None
+    run = f"rank {dist.get_rank()}, compiled run"
+    steps = f"{options.steps} steps"
+    _write(
+        options.output / "program.txt",
+        f"{run}: one step. Each rank has a program of its own; the counts of the demo's",
+        "table are means over the ranks.",
+        text=str(program),
+    )
+    save_timeline(program, options.output / "timeline.png", caption=run)
+    _write(
+        options.output / "explain.txt",
+        f"{run}: counts are for all {steps}, the recorded one included.",
+        text=context.explain(),
+    )
     # The forward of the first chunk; of its variants one that a program was combined with.
     graphs = context.compiled_graphs
     keys = [key for key in graphs if key.direction == "forward"]
     if keys:
         key = min(keys, key=lambda key: (key.chunk, not key.variant.startswith("slice"), key))
-        text = graphs[key].print_readable(print_output=False)
-        (output / "graph.py.txt").write_text(f"# {', '.join(map(str, key))}\n{text}\n", "utf-8")
+        _write(
+            options.output / "graph.py.txt",
+            *_graph_heading(run, key),
+            text=graphs[key].print_readable(print_output=False),
+        )
+
+
+def _graph_heading(run: str, key: GraphKey) -> list[str]:
+    return [
+        f"{run}: one transformed graph.",
+        "",
+        f"chunk      {key.chunk}: chunks are numbered in the order of adoption",
+        f"direction  {key.direction}",
+        f"graph      {key.graph}: number of the captured graph; identical chunks share one, a graph",
+        "           break gives a chunk several",
+        f'variant    {key.variant}: "slice N" is the graph as it runs at one place of the program,',
+        '           one N for each distinct place; "on demand" is the graph while recording',
+        "",
+        "region_N is compiled compute. residency.acquire waits for a unit, and gathers it if it is",
+        "absent; prefetch starts a gather ahead; release ends a use; free frees the unit.",
+        "A chunk's own unit (here embedding or head) is gathered and freed outside of its graph.",
+    ]
+
+
+def _write(path: Path, *heading: str, text: str) -> None:
+    lines = [f"# {line}".rstrip() for line in heading]
+    path.write_text("\n".join([*lines, "", text.rstrip(), ""]), encoding="utf-8")

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from types import MethodType
@@ -49,20 +50,33 @@ _CAST_KEY = "fsdp_fx.cast"
 
 
 def _map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
-    """Apply ``function`` to every tensor in nested containers and dataclasses."""
+    """Apply ``function`` to every tensor in nested containers and dataclasses.
+
+    A container in which nothing changes stays the same object: a module may be given a
+    list to append to.
+    """
     if isinstance(value, torch.Tensor):
         return function(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        changes = {
-            field.name: _map_tensors(function, getattr(value, field.name))
-            for field in dataclasses.fields(value)
-            if field.init
-        }
-        return dataclasses.replace(value, **changes)
+        changes = {}
+        for field in dataclasses.fields(value):
+            old = getattr(value, field.name)
+            new = _map_tensors(function, old)
+            if new is not old:
+                changes[field.name] = new
+        return dataclasses.replace(value, **changes) if changes else value
+    if isinstance(value, tuple) and type(value) is tuple:
+        # The arguments themselves: each keeps its identity on its own.
+        return tuple(_map_tensors(function, item) for item in value)
+    if type(value) is dict:
+        return {key: _map_tensors(function, item) for key, item in value.items()}
     leaves, structure = pytree.tree_flatten(value)
     if len(leaves) == 1 and leaves[0] is value:
         return value
-    return pytree.tree_unflatten([_map_tensors(function, leaf) for leaf in leaves], structure)
+    mapped = [_map_tensors(function, leaf) for leaf in leaves]
+    if all(new is old for new, old in zip(mapped, leaves, strict=True)):
+        return value
+    return pytree.tree_unflatten(mapped, structure)
 
 
 def differentiable_tensors(value: Any) -> list[torch.Tensor]:
@@ -195,7 +209,7 @@ class ModuleHooks:
         is_chunk: whether the module is the chunk, whose forward is a call.
         pass_end: called when an outermost autograd pass ends.
         ran_eagerly: called with a unit's and a chunk's name when the unit's hooks fire
-            inside of a chunk that is compiled.
+            inside of a chunk that is compiled; with None where nothing was captured.
     """
 
     def __init__(
@@ -208,7 +222,7 @@ class ModuleHooks:
         sharded: ShardedModule | None,
         is_chunk: bool,
         pass_end: Callable[[], None],
-        ran_eagerly: Callable[[str, str], None],
+        ran_eagerly: Callable[[str | None, str], None],
     ) -> None:
         self.window = window
         self.module = weakref.ref(module)
@@ -219,6 +233,7 @@ class ModuleHooks:
         self._pass_end = pass_end
         self._ran_eagerly = ran_eagerly
         self._entries: list[_Entry] = []
+        self._warned_of_view = False
         self._install(module, sharded)
 
     def remove(self) -> None:
@@ -349,6 +364,8 @@ class ModuleHooks:
         tensors = differentiable_tensors(output) if entry.backward is not None else []
         if entry.opened_call:
             window.close_call(entry.call, needs_backward=bool(tensors))
+            if entry.call.compiled and not entry.call.captured and not failed:
+                self._ran_eagerly(None, self.chunk)
         for tensor in tensors:
             owner = unit_of_tensor(tensor)
             if owner is not None and owner in self.units:
@@ -365,7 +382,21 @@ class ModuleHooks:
             for unit in self.units:
                 outstanding[unit] = outstanding.get(unit, 0) + 1
         for tensor in tensors:
+            if tensor._base is not None:
+                self._warn_of_view(module)
             _OutputHook.of(tensor).backwards.append(backward)
+
+    def _warn_of_view(self, module: nn.Module) -> None:
+        if self._warned_of_view or not self.units:
+            return
+        self._warned_of_view = True
+        warnings.warn(
+            f"{type(module).__name__} (unit {self.units[0].spec.name}) returned a view. Changing "
+            "it in place (y += 1) would drop the hook that gathers the unit for its backward, "
+            "which then fails: use y = y + 1, or return a clone",
+            UserWarning,
+            stacklevel=2,
+        )
 
     # Backward
 

@@ -146,4 +146,6 @@ def plan(trace: Trace, options: PassOptions | None = None) -> Program:
         ProgramError: the passes wrote a program that breaks a rule: a defect in them.
     """
     options = options or PassOptions()
-    return run_passes(Program.from_trace(trace), PASSES, options).verify()
+    program = run_passes(Program.from_trace(trace), PASSES, options)
+    program.verify()
+    return program
