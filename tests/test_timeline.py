@@ -60,14 +60,14 @@ def test_picture_is_written_in_the_format_of_its_suffix(
     assert target.read_bytes().startswith(magic)
 
 
-def texts(program: Program) -> list[str]:
+def texts(program: Program, caption: str | None = None) -> list[str]:
     """Every text of the picture."""
     pytest.importorskip("matplotlib")
     from matplotlib.text import Text
 
     from fsdp_fx.timeline import _figure
 
-    return [text.get_text() for text in _figure(program).findobj(Text)]
+    return [text.get_text() for text in _figure(program, caption).findobj(Text)]
 
 
 def test_picture_names_units_calls_and_its_unit_of_time(program: Program) -> None:
@@ -75,7 +75,28 @@ def test_picture_names_units_calls_and_its_unit_of_time(program: Program) -> Non
     assert {unit.name for unit in program.trace.units} <= set(found)
     assert {"c0 F0", "c0 F1", "c1 B0", "c1 B1"} <= set(found)
     assert "event (schedule order, not measured time)" in found
-    assert {"gather in flight", "held, not in use", "reduction starts"} <= set(found)
+    assert {"gather in flight", "gather on demand", "reduction starts"} <= set(found)
+
+
+def test_title_has_the_caption_and_the_numbers(program: Program) -> None:
+    assert "24 events, 6 units, 2 chunks" in texts(program)
+    assert "rank 0: 24 events, 6 units, 2 chunks" in texts(program, "rank 0")
+    assert "1 event, 1 unit, 1 chunk" in texts(plan(trace("m F0: a")))
+
+
+@pytest.mark.parametrize("lookahead", [0, 100])
+def test_legend_has_what_occurs_and_nothing_else(lookahead: int) -> None:
+    program = plan(trace("m F0: a b; m B0: b a"), PassOptions(lookahead, lookahead))
+    entries = {
+        "gather in flight",
+        "in use, forward",
+        "in use, backward",
+        "held, not in use",
+        "gather on demand",
+        "reduction starts",
+    }
+    missing = set() if lookahead else {"gather in flight", "held, not in use"}
+    assert entries & set(texts(program)) == entries - missing
 
 
 @pytest.mark.parametrize(("layers", "microbatches"), [(2, 2), (4, 8)])
@@ -124,6 +145,16 @@ def test_json_has_a_named_lane_for_compute_and_for_every_unit(
         if row["name"] == "thread_name"
     ]
     assert names == ["compute", *(unit.name for unit in program.trace.units)]
+
+
+def test_json_names_its_process_as_the_picture_its_title(program: Program, tmp_path: Path) -> None:
+    save_timeline(program, tmp_path / "t.json", caption="rank 0")
+    (name,) = (
+        row["args"]["name"]
+        for row in json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+        if row["name"] == "process_name"
+    )
+    assert name == "rank 0: 24 events, 6 units, 2 chunks"
 
 
 def test_json_has_a_span_per_event_on_the_compute_lane(program: Program, tmp_path: Path) -> None:
