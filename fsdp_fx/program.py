@@ -243,15 +243,16 @@ class Program:
 
         verify(self)
 
-    def save_timeline(self, path: str | os.PathLike[str]) -> None:
+    def save_timeline(self, path: str | os.PathLike[str], *, caption: str | None = None) -> None:
         """Draw the program; see :func:`fsdp_fx.timeline.save_timeline`.
 
         Args:
             path: a file ending in ``.png``, ``.svg`` or ``.json`` (Perfetto).
+            caption: added to the title, for example the rank.
         """
         from fsdp_fx.timeline import save_timeline
 
-        save_timeline(self, path)
+        save_timeline(self, path, caption=caption)
 
     def print_readable(self, print_output: bool = True) -> str:
         """The program as commented Python, one line per node, by call.

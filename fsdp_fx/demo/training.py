@@ -28,7 +28,6 @@ from ..context import FSDPContext
 from ..pipelining import bind
 from ..report import GraphKey
 from ..residency import Stats
-from ..timeline import save_timeline
 from .model import ModelShape, Stage, next_byte_loss
 from .observe import Observer
 from .text import Text
@@ -220,7 +219,7 @@ def write_files(context: FSDPContext, options: Options) -> None:
         "table are means over the ranks.",
         text=str(program),
     )
-    save_timeline(program, options.output / "timeline.png", caption=run)
+    program.save_timeline(options.output / "timeline.png", caption=run)
     _write(
         options.output / "explain.txt",
         f"{run}: counts are for all {steps}, the recorded one included.",
