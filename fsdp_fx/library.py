@@ -9,6 +9,7 @@ Bounded: the least recently used program leaves first.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -50,9 +51,9 @@ class BoundProgram:
         units: the context's units by name.
 
     Attributes:
-        slices: what compiled calls looked up in this program, by graph and place.
-            Filled by :mod:`fsdp_fx.compile`; here because it is valid as long as the
-            program is.
+        slices: what compiled calls looked up in this program, by graph and place. Filled
+            by :mod:`fsdp_fx.compile`; here because it is valid as long as the program and
+            the graph are.
     """
 
     def __init__(self, program: Program, units: Mapping[str, Unit]) -> None:
@@ -72,7 +73,9 @@ class BoundProgram:
             for step in program.steps
         )
         self.keys: tuple[Key, ...] = tuple((step.unit, step.phase) for step in self.steps)
-        self.slices: dict[Hashable, object] = {}
+        self.slices: weakref.WeakKeyDictionary[object, dict[Hashable, object]] = (
+            weakref.WeakKeyDictionary()
+        )
 
     def resident_before(self, position: int) -> set[Unit]:
         """The units that the program has gathered when event ``position`` begins."""

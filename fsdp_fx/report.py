@@ -66,6 +66,7 @@ class Report:
         fallbacks: each distinct fallback once, in the order of their first time.
         regions_compiled: distinct regions compiled.
         region_uses: regions in the graphs, each of which one of those serves.
+        compile_seconds: time that cutting graphs and compiling regions took.
     """
 
     def __init__(self) -> None:
@@ -155,7 +156,8 @@ class Report:
             )
         if self.region_uses:
             lines.append(
-                f"regions: {self.region_uses} in the graphs, {self.regions_compiled} compiled"
+                f"regions: {self.region_uses} in the graphs, {self.regions_compiled} compiled, "
+                f"graphs made in {self.compile_seconds:.1f} s"
             )
         if self.fallbacks:
             lines.append("fallbacks:")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import logging
 from collections.abc import Callable, Sequence
@@ -24,12 +25,10 @@ from training import (
     AcquireSpy,
     Block,
     Chunk,
-    chunk_by_chunk,
     interleaved,
     loss_of,
     make_chunks,
     make_data,
-    run_actions,
     set_up,
 )
 
@@ -143,8 +142,6 @@ def _activations_die() -> list[int]:
         return sum(not storage.expired() for storage in storages)
 
     def compiler(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        names = [node.name for node in gm.graph.nodes]
-
         def run(arguments: list[Any]) -> Any:
             values = tuple(arguments)
             arguments.clear()
@@ -154,7 +151,6 @@ def _activations_die() -> list[int]:
                 alive.append(count())
             return result
 
-        assert names
         run._boxed_call = True  # type: ignore[attr-defined]
         return run
 
@@ -201,16 +197,9 @@ def _sharded_view() -> None:
                 assert isinstance(value, DTensor), f"state_dict {name} {when}"
         torch.optim.SGD([p for m in modules for p in m.parameters()], lr=0.1)
 
-    actions = list(chunk_by_chunk(2, 2))
     for step in range(2):
         check("before the step")
         data = make_data(step, 2)
-        seen: list[str] = []
-
-        def after(module: nn.Module, args: Any, output: torch.Tensor, seen: Any = seen) -> None:
-            seen.append("forward")
-
-        handles = [m.register_forward_hook(after) for m in modules] if step == 0 else []
         inputs = [data[m][0][torch.distributed.get_rank()] for m in range(2)]
         outputs = [setup.callables[0](x) for x in inputs]
         check("between a forward and its backward")
@@ -223,9 +212,6 @@ def _sharded_view() -> None:
             output.sum().backward()
         setup.context.finish_grad_sync()
         check("after the window")
-        for handle in handles:
-            handle.remove()
-    assert actions
 
 
 def test_users_see_sharded_parameters_between_compiled_calls(ranks: RankPools) -> None:
@@ -295,6 +281,21 @@ def test_a_layer_that_is_not_captured_runs_eagerly_and_explain_says_why(
     assert sum("c0.layers.1" in line for line in logged) == 1
 
 
+@pytest.mark.usefixtures("fake_group")
+def test_slices_of_a_program_die_with_the_graphs_they_were_made_for() -> None:
+    setup = set_up(make_chunks(1, 1), region_compiler="eager")
+    tokens = make_data(0, 1)[0][0][0]
+    for _ in range(2):
+        setup.callables[0](tokens).sum().backward()
+        setup.context.finish_grad_sync()
+    latest = setup.context.window.library.latest
+    assert latest is not None
+    assert len(latest.slices) == 2, "of the forward and of the backward graph"
+    torch._dynamo.reset()
+    gc.collect()
+    assert len(latest.slices) == 0
+
+
 class Uncaptured(nn.Module):
     """A chunk without units below it that torch.compile leaves alone."""
 
@@ -343,23 +344,10 @@ def _diverge() -> None:
     module = Branch()
     setup = set_up([module], region_compiler="eager")
     context = setup.context
-    data = make_data(0, 2)
     actions = list(interleaved(1, 2))
-    flags = [True, True, False, False, True, False]
-    for step, flag in enumerate(flags):
-        module.flag = setup.reference.chunks[0].flag = flag
-        for parameter in setup.reference.chunks[0].layers[1].parameters():
-            parameter.requires_grad_(flag)
-        run_actions(setup.callables, actions, data, torch.distributed.get_rank())
-        context.finish_grad_sync()
-        for name, parameter in module.named_parameters():
-            if not flag and name.startswith("layers.1"):
-                assert parameter.grad is None
-            else:
-                assert parameter.grad is not None
-            parameter.grad = None
-        for unit in context.units:
-            assert not any((unit.unsharded, unit.holds))
+    for step, flag in enumerate([True, True, False, False, True, False]):
+        module.flag = setup.reference.chunks[0].flag = setup.truth.chunks[0].flag = flag
+        setup.step(actions, make_data(step, 2), exact=True)
         assert context.stats.windows == step + 1
     assert context.stats.divergences == 1
     assert context.stats.switches == 2

@@ -169,16 +169,20 @@ class Reference:
         """Adds the gradients of the microbatches, in order."""
         world_size = dist.get_world_size()
         for microbatch in data:
-            averages: list[torch.Tensor] | None = None
+            averages: list[torch.Tensor | None] | None = None
             for rank in range(world_size):
                 local = self._gradients(microbatch, rank)
                 if averages is None:
                     averages = local
                 else:
                     for total, gradient in zip(averages, local, strict=True):
-                        total += gradient
+                        assert (total is None) == (gradient is None), "ranks differ"
+                        if total is not None:
+                            total += gradient
             assert averages is not None
             for parameter, total in zip(self.parameters, averages, strict=True):
+                if total is None:
+                    continue  # not used in this microbatch
                 gradient = total / world_size
                 if parameter.grad is None:
                     parameter.grad = gradient
@@ -187,17 +191,17 @@ class Reference:
 
     def _gradients(
         self, microbatch: tuple[torch.Tensor, torch.Tensor], rank: int
-    ) -> list[torch.Tensor]:
+    ) -> list[torch.Tensor | None]:
         dtype = self.policy.param_dtype or torch.float32
         reduce_dtype = self.policy.reduce_dtype or dtype
         working = [copy.deepcopy(chunk).to(dtype) for chunk in self.chunks]
         for parameter in (p for chunk in working for p in chunk.parameters()):
             parameter.grad = None
         run_actions(working, list(one_by_one(len(working), 1)), [microbatch], rank)
-        gradients = []
+        gradients: list[torch.Tensor | None] = []
         for parameter in (p for chunk in working for p in chunk.parameters()):
-            assert parameter.grad is not None
-            gradients.append(parameter.grad.to(reduce_dtype))
+            gradient = parameter.grad
+            gradients.append(gradient if gradient is None else gradient.to(reduce_dtype))
         return gradients
 
 

@@ -9,7 +9,6 @@ needs is looked up by position after the first time. Where no program says what 
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,8 +27,6 @@ from .regions import CompiledRegion, SplitGraph
 __all__ = ["Direction", "ScheduledGraph"]
 
 Direction = Literal["forward", "backward", "inference"]
-
-_serials = itertools.count()
 
 _SliceKey = tuple[tuple[SliceStep, ...], int, bool]
 
@@ -92,8 +89,6 @@ class ScheduledGraph:
         self._variants: dict[_SliceKey, tuple[str, fx.GraphModule]] = {}
         self._plain: fx.GraphModule | None = None
         self._checked: weakref.WeakSet[Unit] = weakref.WeakSet()
-        # Not id(): a program outlives graphs, and another may get a dead one's.
-        self._serial = next(_serials)
 
     def __call__(self, inputs: list[Any]) -> Sequence[Any]:
         """Run the graph on ``inputs``, which is cleared, in its place in the window."""
@@ -247,13 +242,14 @@ class ScheduledGraph:
         complete: tuple[bool, ...],
         keeps: bool,
     ) -> _BoundSlice:
-        key = (self._serial, position, complete, keeps)
-        bound = following.slices.get(key)
+        slices = following.slices.setdefault(self, {})
+        key = (position, complete, keeps)
+        bound = slices.get(key)
         if bound is None:
             stop = position + len(self._events)
             steps = following.steps[position:stop]
             bound = self._bind_slice(context, steps, units, call, complete, keeps)
-            following.slices[key] = bound
+            slices[key] = bound
         assert isinstance(bound, _BoundSlice)
         return bound
 
