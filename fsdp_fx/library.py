@@ -2,24 +2,27 @@
 
 A training run meets a few kinds of windows: the full one, the shorter last batch
 of an epoch, a branch that is taken now and then. Each is recorded once and kept
-here; :mod:`fsdp_fx.window` looks up which of them goes on as the present one does.
+here, in a tree that branches at the first event that tells two of them apart;
+:mod:`fsdp_fx.window` looks up which of them goes on as the present one does.
 
-Bounded: the least recently used program leaves first.
+Bounded: the least recently used program leaves first, and with it the branch that only
+it needed.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from .program import Program
-from .trace import Phase
+from .trace import Phase, UnitSpec
 from .units import Unit
 
 __all__ = ["BoundProgram", "BoundStep", "ProgramLibrary"]
 
 Key = tuple[Unit, Phase]
+Specification = tuple[UnitSpec, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +36,7 @@ class BoundStep:
         prefetches: gathers to issue after that wait.
         frees: units to free when the event's use ends.
         reduces: units to reduce when the event's use ends, after the frees.
+        partial: those of ``reduces`` that are not all-reduced over their replicas yet.
     """
 
     unit: Unit
@@ -41,6 +45,7 @@ class BoundStep:
     prefetches: tuple[Unit, ...]
     frees: tuple[Unit, ...]
     reduces: tuple[Unit, ...]
+    partial: frozenset[Unit] = frozenset()
 
 
 class BoundProgram:
@@ -69,6 +74,7 @@ class BoundProgram:
                 bind(step.prefetches),
                 bind(step.frees),
                 bind(step.reduces),
+                frozenset(bind(step.partial)),
             )
             for step in program.steps
         )
@@ -87,8 +93,34 @@ class BoundProgram:
         return resident
 
 
+@dataclass(eq=False, slots=True)
+class _Branch:
+    """A node of the prefix tree: a run of events that nothing tells apart.
+
+    Attributes:
+        keys: the run, from where the parent's ends.
+        following: the branches that go on from its end, by their first key.
+        program: the program that ends here, if one does.
+    """
+
+    keys: tuple[Key, ...]
+    following: dict[Key, _Branch] = field(default_factory=dict)
+    program: BoundProgram | None = None
+
+    def programs(self) -> Iterator[BoundProgram]:
+        """Every program that begins with what leads here."""
+        if self.program is not None:
+            yield self.program
+        for branch in self.following.values():
+            yield from branch.programs()
+
+
 class ProgramLibrary:
-    """Known programs, the most recently used last.
+    """Known programs in a tree of their common beginnings, the most recently used last.
+
+    A program is for units as they were when it was recorded: one that was frozen then
+    and is trained now has other reductions. Only programs that fit the present
+    specification are found.
 
     Args:
         capacity: how many are kept.
@@ -96,7 +128,10 @@ class ProgramLibrary:
 
     def __init__(self, capacity: int = 16) -> None:
         self._capacity = capacity
-        self._programs: list[BoundProgram] = []
+        self._specification: Specification | None = None
+        # In the order of use, each with the units that it is for.
+        self._programs: dict[BoundProgram, Specification | None] = {}
+        self._roots: dict[Specification | None, _Branch] = {}
 
     def __len__(self) -> int:
         return len(self._programs)
@@ -104,33 +139,106 @@ class ProgramLibrary:
     def __iter__(self) -> Iterator[BoundProgram]:
         return iter(self._programs)
 
+    def specify(self, units: Specification) -> None:
+        """Add and find programs for units of this specification, from here on."""
+        self._specification = units
+
     @property
     def latest(self) -> BoundProgram | None:
-        """The program used last, or None."""
-        return self._programs[-1] if self._programs else None
+        """The program used last that fits, or None."""
+        return self._most_recent(self._root())
 
     def add(self, bound: BoundProgram) -> None:
-        """Keep ``bound``; forget the least recently used if there are too many."""
-        self._programs.append(bound)
-        del self._programs[: -self._capacity]
+        """Keep ``bound``, in the place of one with the same events.
+
+        Forgets the least recently used program if there are too many.
+        """
+        replaced = self._insert(self._roots.setdefault(self._specification, _Branch(())), bound)
+        if replaced is not None:
+            del self._programs[replaced]
+        self._programs[bound] = self._specification
+        if len(self._programs) > self._capacity:
+            self._forget(next(iter(self._programs)))
 
     def touch(self, bound: BoundProgram) -> None:
         """Note that ``bound`` was used."""
-        self._programs.remove(bound)
-        self._programs.append(bound)
+        self._programs[bound] = self._programs.pop(bound)
 
     def going_on(self, prefix: Sequence[Key], following: Sequence[Key]) -> BoundProgram | None:
         """The latest program that begins with ``prefix`` and goes on with ``following``."""
-        wanted = (*prefix, *following)
-        for bound in reversed(self._programs):
-            if bound.keys[: len(wanted)] == wanted:
-                return bound
-        return None
+        found = self._walk((*prefix, *following))
+        return self._most_recent(found[0]) if found is not None else None
 
     def exactly(self, keys: Sequence[Key]) -> BoundProgram | None:
         """The program with these events and no others."""
-        wanted = tuple(keys)
-        for bound in reversed(self._programs):
-            if bound.keys == wanted:
-                return bound
-        return None
+        found = self._walk(tuple(keys))
+        if found is None or found[1]:
+            return None
+        return found[0].program
+
+    def _root(self) -> _Branch | None:
+        return self._roots.get(self._specification)
+
+    def _most_recent(self, branch: _Branch | None) -> BoundProgram | None:
+        if branch is None:
+            return None
+        found = set(branch.programs())
+        return next((bound for bound in reversed(self._programs) if bound in found), None)
+
+    def _walk(self, keys: tuple[Key, ...]) -> tuple[_Branch, int] | None:
+        """The branch in which ``keys`` end, and how many of its own keys are beyond them."""
+        branch = self._root()
+        at = 0
+        while branch is not None and at < len(keys):
+            branch = branch.following.get(keys[at])
+            if branch is None:
+                return None
+            stop = at + len(branch.keys)
+            if branch.keys[: len(keys) - at] != keys[at:stop]:
+                return None
+            at = stop
+        return (branch, at - len(keys)) if branch is not None else None
+
+    @staticmethod
+    def _insert(root: _Branch, bound: BoundProgram) -> BoundProgram | None:
+        """Put ``bound`` into the tree; returns the program that was in its place."""
+        branch, rest = root, bound.keys
+        while rest:
+            below = branch.following.get(rest[0])
+            if below is None:
+                below = branch.following[rest[0]] = _Branch(rest)
+            common = _common_length(below.keys, rest)
+            if common < len(below.keys):
+                # They part inside of the run: cut it there.
+                upper = _Branch(below.keys[:common])
+                below.keys = below.keys[common:]
+                upper.following[below.keys[0]] = below
+                branch.following[rest[0]] = below = upper
+            branch, rest = below, rest[common:]
+        replaced, branch.program = branch.program, bound
+        return replaced
+
+    def _forget(self, bound: BoundProgram) -> None:
+        units = self._programs.pop(bound)
+        path = [self._roots[units]]
+        at = 0
+        while at < len(bound.keys):
+            branch = path[-1].following[bound.keys[at]]
+            path.append(branch)
+            at += len(branch.keys)
+        path[-1].program = None
+        while len(path) > 1 and path[-1].program is None and not path[-1].following:
+            leaf = path.pop()
+            del path[-1].following[leaf.keys[0]]
+        if len(path) == 1 and path[0].program is None and not path[0].following:
+            del self._roots[units]
+        elif len(path) > 1 and path[-1].program is None and len(path[-1].following) == 1:
+            # Nothing is left to tell apart here: one run again.
+            (below,) = path[-1].following.values()
+            below.keys = path[-1].keys + below.keys
+            path[-2].following[below.keys[0]] = below
+
+
+def _common_length(one: Sequence[Key], other: Sequence[Key]) -> int:
+    length = min(len(one), len(other))
+    return next((index for index in range(length) if one[index] != other[index]), length)

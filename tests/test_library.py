@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from fsdp_fx.library import BoundProgram, Key, ProgramLibrary
 from fsdp_fx.passes import PassOptions, plan
+from fsdp_fx.program import Program
 from traces import trace
 
 
@@ -23,8 +27,13 @@ NAMES = ("c0.a", "c0.b", "c0.c")
 UNITS: dict[str, Any] = {name: Stub(name) for name in NAMES}
 
 
+@functools.cache
+def planned(text: str, **options: Any) -> Program:
+    return plan(trace(text), PassOptions(**options))
+
+
 def bound(text: str, **options: Any) -> BoundProgram:
-    return BoundProgram(plan(trace(text), PassOptions(**options)), UNITS)
+    return BoundProgram(planned(text, **options), UNITS)
 
 
 def keys(text: str) -> tuple[Key, ...]:
@@ -109,7 +118,71 @@ def test_least_recently_used_program_leaves_first() -> None:
 
 @pytest.mark.parametrize("count", [1, 16, 40])
 def test_number_of_programs_kept_is_bounded(count: int) -> None:
-    assert len(library(*[bound(SHORT)] * count)) == min(count, 16)
+    longer = ["; ".join(f"c0 F{i}: a" for i in range(length)) for length in range(1, count + 1)]
+    known = library(*map(bound, longer))
+    assert len(known) == min(count, 16)
+    assert all(
+        (known.exactly(keys(text)) is None) == (i < count - 16) for i, text in enumerate(longer)
+    )
+
+
+def test_program_with_the_same_events_takes_the_place_of_the_one_before() -> None:
+    short, again = bound(SHORT), bound(SHORT, forward_prefetch=0)
+    known = library(short, bound(LONG), again)
+    assert len(known) == 2
+    assert known.exactly(keys(SHORT)) is again
+
+
+def test_programs_are_found_for_units_as_they_are_now() -> None:
+    short, long = bound(SHORT), bound(LONG)
+    known = library(short)
+    known.specify(trace("c0 F0: a").units)
+    assert known.latest is None
+    assert known.exactly(keys(SHORT)) is known.going_on((), keys("c0 F0: a")) is None
+    known.add(long)
+    assert known.latest is long
+    known.specify(trace("c0 F0: b").units)
+    assert known.latest is None
+    known.specify(trace("c0 F0: a").units)
+    assert known.latest is long
+    assert list(known) == [short, long]
+
+
+@settings(deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.booleans(), st.lists(st.sampled_from("abc"), min_size=1, max_size=5)),
+        max_size=25,
+    ),
+    st.lists(st.sampled_from("abc"), max_size=6),
+)
+def test_tree_finds_what_a_search_through_all_programs_finds(
+    actions: list[tuple[bool, list[str]]], wanted: list[str]
+) -> None:
+    """Against a plain list of the programs, in the order of their use."""
+    known, plain = library(capacity=4), list[BoundProgram]()
+    sought = tuple((UNITS[f"c0.{name}"], "F") for name in wanted)
+    for is_new, names in actions:
+        text = "c0 F0: " + " ".join(names)
+        present = next((p for p in plain if p.keys == keys(text)), None)
+        if is_new or present is None:
+            added = bound(text)
+            known.add(added)
+            plain = [p for p in plain if p is not present][-3 if present is None else -4 :]
+            plain.append(added)
+        else:
+            known.touch(present)
+            plain.remove(present)
+            plain.append(present)
+        assert list(known) == plain
+        for length in range(len(sought) + 1):
+            begun = [p for p in plain if p.keys[:length] == sought[:length]]
+            half = length // 2
+            assert known.going_on(sought[:half], sought[half:length]) is (
+                begun[-1] if begun else None
+            )
+            exact = [p for p in plain if p.keys == sought[:length]]
+            assert known.exactly(sought[:length]) is (exact[-1] if exact else None)
 
 
 # A program bound to units
