@@ -9,6 +9,7 @@ does not. See :class:`FSDPContext`.
 import importlib
 from types import ModuleType
 
+from .agreement import RanksDisagreeError
 from .context import FSDPContext
 from .passes import PassOptions, plan
 from .passes.verify import ProgramError
@@ -23,6 +24,7 @@ __all__ = [
     "PassOptions",
     "Program",
     "ProgramError",
+    "RanksDisagreeError",
     "Trace",
     "UnitSpec",
     "plan",

@@ -11,21 +11,33 @@ from __future__ import annotations
 import contextlib
 import logging
 import weakref
-from collections.abc import Callable, Iterator
-from typing import Any, Literal, get_args
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Concatenate, Literal, NoReturn, ParamSpec, get_args
 
 import torch.distributed as dist
 from torch import fx, nn
 
+from .agreement import agreements_of
+from .eager.casts import install_casts
 from .eager.hooks import ModuleHooks
 from .eager.optimizers import guard_optimizers
+from .eager.owners import OwnerHooks
+from .eager.ties import TieHooks
 from .library import BoundProgram, ProgramLibrary
 from .passes import PassOptions, plan
 from .program import Program
 from .report import Fallback, GraphKey, Report
 from .residency import Residency, Stats
+from .torch_internals import inside_autograd_node
 from .trace import Trace, registration_trace
-from .units import ShardedModule, Unit, attach, find_sharded_modules, require_supported
+from .units import (
+    ShardedModule,
+    Unit,
+    attach,
+    find_sharded_modules,
+    require_supported,
+    require_unshared,
+)
 from .window import ReduceGradients, Window
 
 __all__ = ["FSDPContext", "context_of_unit"]
@@ -33,6 +45,7 @@ __all__ = ["FSDPContext", "context_of_unit"]
 logger = logging.getLogger("fsdp_fx")
 
 Mode = Literal["registration", "recorded"]
+Arguments = ParamSpec("Arguments")
 
 _context_by_unit: weakref.WeakKeyDictionary[Unit, weakref.ref[FSDPContext]] = (
     weakref.WeakKeyDictionary()
@@ -65,6 +78,9 @@ class FSDPContext:
         reduce_gradients: ``"per_backward"`` reduces a unit's gradients after each of
             its backwards; ``"per_window"`` keeps them full, in the reduction dtype,
             and reduces after the window's last.
+        agreement_timeout: seconds that a rank waits for the others of its shard group where
+            their order of events is compared: in a window that is written down, and where
+            one leaves its program.
 
     Raises:
         ValueError: an unknown mode or option value.
@@ -77,11 +93,15 @@ class FSDPContext:
         forward_prefetch: int | None = None,
         backward_prefetch: int | None = None,
         reduce_gradients: ReduceGradients = "per_backward",
+        agreement_timeout: float = 300.0,
     ) -> None:
         _require_choice("mode", mode, get_args(Mode))
         _require_choice("reduce_gradients", reduce_gradients, get_args(ReduceGradients))
         _require_elements("forward_prefetch", forward_prefetch)
         _require_elements("backward_prefetch", backward_prefetch)
+        if not agreement_timeout > 0:
+            raise ValueError(f"agreement_timeout={agreement_timeout!r} is not a number of seconds")
+        self._agreement_timeout = agreement_timeout
         if mode == "registration" and reduce_gradients != "per_backward":
             raise ValueError(
                 f'reduce_gradients="{reduce_gradients}" has no effect in registration mode, where a '
@@ -95,14 +115,19 @@ class FSDPContext:
         )
         self.stats = Stats()
         self._library = ProgramLibrary()
-        self._window = Window(Residency(self.stats), self._library, reduce_gradients)
+        residency = Residency(self.stats)
+        residency.on_failure = self._weak(FSDPContext._collective_failed)
+        self._window = Window(residency, self._library, reduce_gradients)
         self._window.closes_itself = mode == "registration"
-        self._window.on_open = self._weak(FSDPContext._begin_registration)
+        self._window.on_open = self._weak(FSDPContext._begin_window)
+        self._window.on_overdue = self._weak(FSDPContext._pass_ended)
         self._report = Report()
         self._guard: weakref.finalize[[], FSDPContext] | None = None
         self._units: dict[str, Unit] = {}
         self._chunks: dict[str, weakref.ref[nn.Module]] = {}
         self._hooks: list[ModuleHooks] = []
+        self._owners: list[OwnerHooks] = []
+        self._called_directly: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     def __repr__(self) -> str:
         return (
@@ -110,20 +135,30 @@ class FSDPContext:
             f"{len(self._units)} units, {len(self._library)} programs)"
         )
 
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise TypeError(
+            "an FSDPContext cannot be copied or pickled: build another one for other modules"
+        )
+
     # Adoption
 
-    def adopt(self, *chunks: nn.Module) -> None:
+    def adopt(self, *chunks: nn.Module, together: Sequence[nn.Module] = ()) -> None:
         """Take over the scheduling of ``chunks``, in the order given.
 
         Args:
             chunks: modules with ``fully_shard`` calls in their trees; what
                 ``torch.compile`` returned for such a module will do. May be called
                 more than once, before the first forward.
+            together: modules inside of the chunks whose units, with those below them, are
+                gathered, freed and reduced together, as if they were one unit: for a
+                block in which the data decides what is used, a mixture of experts, so
+                that ranks may use different parts of it.
 
         Raises:
             TypeError: not a module.
             ValueError: no FSDP2 units; adopted before; inside or around a module of
-                another context; an FSDP2 option that has no effect here.
+                another context; an FSDP2 option that has no effect here; a tied
+                parameter that was sharded twice.
             RuntimeError: the window is open, or the process group is closed.
         """
         modules = [getattr(chunk, "_orig_mod", chunk) for chunk in chunks]
@@ -140,8 +175,14 @@ class FSDPContext:
             )
         for index, module in enumerate(modules):
             self._require_adoptable(module, modules[:index])
+        adopted = [chunk for chunk in (ref() for ref in self._chunks.values()) if chunk is not None]
+        require_unshared([*adopted, *modules])
+        together = [getattr(module, "_orig_mod", module) for module in together]
+        self._require_together(together, modules)
         for module in modules:
-            self._adopt(module)
+            self._adopt(module, together)
+        self._library.specify(tuple(unit.spec for unit in self._units.values()))
+        self._window.agreements = agreements_of(self.units, self._agreement_timeout)
         if self._guard is None:
             self._guard = weakref.finalize(self, guard_optimizers(self._window))
 
@@ -174,7 +215,26 @@ class FSDPContext:
                 )
         require_supported(module)
 
-    def _adopt(self, module: nn.Module) -> None:
+    def _require_together(self, together: Sequence[nn.Module], chunks: Sequence[nn.Module]) -> None:
+        inside = {below for chunk in chunks for below in chunk.modules()}
+        for index, module in enumerate(together):
+            name = type(module).__name__
+            if module not in inside:
+                raise ValueError(f"together: {name} is not inside of a chunk of this call")
+            if next(find_sharded_modules(module), None) is None:
+                raise ValueError(
+                    f"together: {name} has no FSDP2 units: call fully_shard() on it or below"
+                )
+            around = [other for other in together[:index] if module in set(other.modules())]
+            within = [other for other in together[:index] if other in set(module.modules())]
+            if around or within:
+                other = (around or within)[0]
+                raise ValueError(
+                    f"together: {name} and {type(other).__name__} lie inside of one another, or are "
+                    "the same: name the outer one"
+                )
+
+    def _adopt(self, module: nn.Module, together: Sequence[nn.Module]) -> None:
         chunk = f"c{len(self._chunks)}"
         window = self._window
         sharded, communication = attach(module, chunk, window.communication)
@@ -187,49 +247,241 @@ class FSDPContext:
                 _context_by_unit[unit] = weakref.ref(self)
         for other in module.modules():
             _chunks_by_module[other] = weakref.ref(self)
-        self._install_hooks(module, chunk, sharded)
+        below = set(module.modules())
+        self._install_hooks(module, chunk, sharded, [each for each in together if each in below])
 
-    def _install_hooks(self, chunk: nn.Module, name: str, sharded: list[ShardedModule]) -> None:
+    def _install_hooks(
+        self,
+        chunk: nn.Module,
+        name: str,
+        sharded: list[ShardedModule],
+        together: Sequence[nn.Module],
+    ) -> None:
         owners: dict[nn.Module, ShardedModule] = {}
         for each in sharded:
             for reference in each.modules:
                 module = reference()
                 if module is not None:
                     owners[module] = each
-        for module in (chunk, *(m for m in owners if m is not chunk)):
+        inside = {below for each in together for below in each.modules() if below is not each}
+        for module in dict.fromkeys((chunk, *owners, *together)):
             own = owners.get(module)
+            if module in inside:
+                if own is not None:
+                    install_casts(module, own)
+                continue
+            units = dict.fromkeys(own.units if own is not None else ())
             inner: dict[Unit, None] = {}
             for below in module.modules():
                 each_below = owners.get(below)
                 if below is not module and each_below is not None and each_below is not own:
                     inner.update(dict.fromkeys(each_below.units))
-            self._hooks.append(
-                ModuleHooks(
-                    self._window,
-                    module,
-                    name,
-                    own.units if own is not None else (),
-                    tuple(inner),
-                    own,
-                    module is chunk,
-                    self._weak(FSDPContext._pass_ended),
-                    self._report.ran_eagerly,
+            if module in together:
+                units.update(inner)
+                inner.clear()
+            hooks = ModuleHooks(
+                self._window,
+                module,
+                name,
+                tuple(units),
+                tuple(inner),
+                own,
+                chunk,
+                self._weak(FSDPContext._pass_ended),
+                self._report.ran_eagerly,
+                together=module in together,
+            )
+            self._hooks.append(hooks)
+            within = set(module.modules()).difference(owners)
+            ties = {unit: [m for m in unit.tied_modules if m in within] for unit in units}
+            tied_units = [unit for unit, sharing in ties.items() if sharing]
+            if tied_units:
+                sharing = dict.fromkeys(m for unit in tied_units for m in ties[unit])
+                TieHooks(hooks, tied_units, list(sharing))
+
+    # Schedules that call submodules
+
+    def hook_owner(
+        self,
+        owner: nn.Module,
+        submodules: Sequence[nn.Module] = (),
+        release_after: nn.Module | None = None,
+        delayed_weight_gradients: bool = False,
+    ) -> None:
+        """Let a schedule call the submodules of a unit's module in place of the module itself.
+
+        Hooks on the submodules act for ``owner``, whose own hooks then never fire. Its
+        units are needed from the first submodule's forward of a microbatch to that of
+        ``release_after``, and from the first gradient that reaches a submodule to the end
+        of the last submodule's backward: one event each, in however many calls and
+        autograd passes, with those of other microbatches in between. The forward of
+        ``owner`` itself can still be used.
+
+        Args:
+            owner: a module of an adopted chunk that ``fully_shard`` was called on.
+            submodules: modules inside of it, in the order in which a microbatch goes
+                through them. ``owner`` must be the nearest unit around each. Modules
+                without parameters may be left out, if they stand at either end.
+            release_after: the submodule after whose forward the parameters are not
+                needed; the last if not given. Those behind it must have none.
+            delayed_weight_gradients: whether the gradients of weights are computed after
+                the backward: inside of :meth:`weight_gradients`, which then ends it.
+
+        Raises:
+            TypeError: something is not a module.
+            ValueError: ``owner`` was not adopted or has no units; a submodule is not in
+                it, belongs to a nearer unit, is inside of another, or is given twice;
+                ``release_after`` is none of them; there is nothing to do.
+            RuntimeError: registration mode, or training has begun.
+        """
+        own = self._hooks_of(owner, "hook_owner()")
+        if self.mode == "registration":
+            raise RuntimeError(
+                "hook_owner() in registration mode, where the order is that of whole modules: build "
+                'the context with mode="recorded"'
+            )
+        if self._window.is_open or self.stats.windows:
+            raise RuntimeError(
+                f"hook_owner() of {own.name} after training has begun: call it between adopt() "
+                "and the first forward"
+            )
+        module = own.module()
+        assert module is not None
+        if any(hooks.units == own.units for hooks in self._owners):
+            raise ValueError(
+                f"{own.name} is hooked already: give all of its submodules to one hook_owner()"
+            )
+        if own.delays_weight_gradients:
+            raise ValueError(f"{own.name} is hooked already: call hook_owner() once for it")
+        paths = self._submodule_paths(own.name, module, submodules)
+        modules = list(paths.values())
+        last = len(modules) - 1
+        if release_after is not None:
+            last = _index_of(getattr(release_after, "_orig_mod", release_after), modules)
+            if last < 0:
+                raise ValueError(
+                    f"release_after, {type(release_after).__name__}, is none of the submodules of "
+                    f"{own.name}: give one of {', '.join(paths) or 'them'}"
                 )
+        parameters = {id(p) for unit in own.units for p in unit.sharded_parameters}
+        for path, behind in list(paths.items())[last + 1 :]:
+            if any(id(parameter) in parameters for parameter in behind.parameters()):
+                raise ValueError(
+                    f"{path} of {own.name} comes behind release_after and has parameters of the "
+                    "unit, which are freed by then: release after it"
+                )
+        if not paths and not delayed_weight_gradients:
+            raise ValueError(
+                f"hook_owner() of {own.name} without submodules has no effect: give those that the "
+                "schedule calls, or delayed_weight_gradients=True"
+            )
+        for hooks in self._hooks:
+            if hooks.units == own.units:
+                hooks.delays_weight_gradients = delayed_weight_gradients
+        if paths:
+            self._called_directly.update(modules)
+            self._owners.append(
+                OwnerHooks(self._window, own, paths, last, self._weak(FSDPContext._pass_ended))
             )
 
-    def _weak(self, method: Callable[[FSDPContext], None]) -> Callable[[], None]:
+    @contextlib.contextmanager
+    def weight_gradients(self, owner: nn.Module) -> Iterator[None]:
+        """The delayed weight gradients of one backward of ``owner`` are computed inside.
+
+        The oldest one that is waiting for them. Inside, the modules show the full
+        parameters, and what is assigned or added to their ``grad`` is the contribution of
+        this microbatch. At the end the unit is freed and its gradients are reduced.
+
+        Args:
+            owner: what :meth:`hook_owner` was given with ``delayed_weight_gradients=True``.
+
+        Raises:
+            TypeError, ValueError: ``owner`` is no such module.
+            RuntimeError: no backward of it is waiting.
+        """
+        own = self._hooks_of(owner, "weight_gradients()")
+        if not own.delays_weight_gradients:
+            raise ValueError(
+                f"the weight gradients of {own.name} are not delayed: call hook_owner() with "
+                "delayed_weight_gradients=True before the first forward"
+            )
+        with self._window.weight_gradients(own.units, own.name):
+            yield
+
+    def _hooks_of(self, owner: nn.Module, where: str) -> ModuleHooks:
+        module = getattr(owner, "_orig_mod", owner)
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"{where} takes a module as owner, not {type(module).__name__}")
+        name = type(module).__name__
+        for hooks in self._hooks:
+            if hooks.module() is module and hooks.units:
+                return hooks
+        reference = _chunks_by_module.get(module)
+        if reference is None or reference() is not self:
+            raise ValueError(f"{where}: {name} is in no chunk of this context: adopt() that first")
+        raise ValueError(
+            f"{where}: {name} has no unit of its own: call fully_shard() on it before adopt(), or "
+            "give the module around it that has one"
+        )
+
+    def _submodule_paths(
+        self, name: str, owner: nn.Module, submodules: Sequence[nn.Module]
+    ) -> dict[str, nn.Module]:
+        """The submodules by their path in ``owner``, in the order given."""
+        sharded = {hooks.module(): hooks for hooks in self._hooks if hooks.units}
+        inside = {module: path for path, module in owner.named_modules() if path}
+        paths: dict[str, nn.Module] = {}
+        for given in submodules:
+            module = getattr(given, "_orig_mod", given)
+            if not isinstance(module, nn.Module):
+                raise TypeError(
+                    f"hook_owner() of {name} takes submodules, not {type(module).__name__}"
+                )
+            path = inside.get(module)
+            if path is None:
+                raise ValueError(
+                    f"{type(module).__name__} is not inside of {name}: give submodules of the owner"
+                )
+            if path in paths or module in self._called_directly:
+                raise ValueError(
+                    f"{path} of {name} is given twice, or to another owner: give it once"
+                )
+            at, nearest = owner, None
+            for part in path.split("."):
+                at = getattr(at, part)
+                nearest = sharded.get(at, nearest)
+            if nearest is not None:
+                raise ValueError(
+                    f"{path} of {name} belongs to a nearer unit, {nearest.name}, whose own hooks "
+                    "act: leave it out, or hook that owner"
+                )
+            paths[path] = module
+        for path in paths:
+            for around in paths:
+                if path.startswith(around + "."):
+                    raise ValueError(
+                        f"{path} is inside of {around}, both of {name}: give what the schedule calls"
+                    )
+        return paths
+
+    def _weak(
+        self, method: Callable[Concatenate[FSDPContext, Arguments], None]
+    ) -> Callable[Arguments, None]:
         """A call of ``method`` that does not keep the context alive."""
         reference = weakref.ref(self)
 
-        def call() -> None:
+        def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> None:
             context = reference()
             if context is None:
                 raise ReferenceError(
                     "the FSDPContext of these modules was deleted: keep it as long as they train"
                 )
-            method(context)
+            method(context, *args, **kwargs)
 
         return call
+
+    def _collective_failed(self, what: str, unit: Unit, error: Exception) -> None:
+        self._window.collective_failed(what, unit, error)
 
     # The window
 
@@ -250,18 +502,19 @@ class FSDPContext:
 
     def _close(self, every_forward: bool) -> None:
         number = self._window.number
-        trace, divergence = self._window.close(every_forward)
+        for owner in self._owners:
+            owner.end_evaluations()
+        _, divergence = self._window.close(every_forward, self._commit)
         if divergence is not None:
             self._report.fall_back(
                 Fallback(
                     f"window {number}", "left its program and was recorded as a new one", divergence
                 )
             )
-        if trace is not None:
-            self._commit(trace)
 
     def _commit(self, trace: Trace) -> None:
         program = plan(trace, self._options)
+        self._window.agreements.commit(program)
         self._library.add(BoundProgram(program, self._units))
         logger.info("recorded %d events; the next window replays them", len(trace))
 
@@ -269,11 +522,18 @@ class FSDPContext:
         # A pass inside a forward (a gradient as part of the model) ends no window.
         window = self._window
         if self.mode == "registration" and window.is_open and not window.current:
-            self._close(every_forward=False)
+            if inside_autograd_node():
+                window.put_off_close()
+            else:
+                self._close(every_forward=False)
 
-    def _begin_registration(self) -> None:
-        if self.mode == "registration" and not len(self._library):
-            self._commit(registration_trace([unit.spec for unit in self._units.values()]))
+    def _begin_window(self) -> None:
+        units = self._window.units
+        # Frozen or not may have changed since the window before.
+        if any([unit.respecify() for unit in units]):
+            self._library.specify(tuple(unit.spec for unit in units))
+        if self.mode == "registration" and self._library.latest is None:
+            self._commit(registration_trace([unit.spec for unit in units]))
 
     @contextlib.contextmanager
     def evaluation(self) -> Iterator[None]:
@@ -295,6 +555,8 @@ class FSDPContext:
         tainted = self._window.abort()
         for hooks in self._hooks:
             hooks.forget()
+        for owner in self._owners:
+            owner.forget()
         if tainted:
             logger.warning(
                 "abort(): %d units (%s, ...) had gradients before the window began, which now "
@@ -355,6 +617,10 @@ class FSDPContext:
     def report(self) -> Report:
         """What executors write down for :meth:`explain`: not for training loops."""
         return self._report
+
+
+def _index_of(module: nn.Module, modules: Sequence[nn.Module]) -> int:
+    return next((index for index, other in enumerate(modules) if other is module), -1)
 
 
 def _require_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:

@@ -11,8 +11,9 @@ Schedules that split the backward into an input and a weight half are refused.
 
 from __future__ import annotations
 
-import functools
+import weakref
 from collections.abc import Callable, Iterator
+from types import MethodType
 from typing import Any
 
 from torch import nn
@@ -123,9 +124,8 @@ def bind(schedule: PipelineScheduleSingle | PipelineScheduleMulti, context: FSDP
 def _bind_stage(stage: Any, chunk: str, context: FSDPContext) -> None:
     stage.submod = StageShell(stage.submod)
     # Gradients are scaled by the schedule in place: they must have arrived by then.
-    scale_grads = stage.scale_grads
+    scale_grads = _held_weakly(stage.scale_grads)
 
-    @functools.wraps(scale_grads)
     def scale_arrived_gradients(grad_scale_factor: int) -> None:
         if context.window.evaluating:
             return  # schedule.eval() would scale the gradients of the step before it
@@ -137,19 +137,28 @@ def _bind_stage(stage: Any, chunk: str, context: FSDPContext) -> None:
     # torch 2.11 with a forward under no_grad, which is an evaluation as it is.
     compute_outputs = getattr(stage, "_compute_outputs", None)
     if compute_outputs is not None:
-
-        @functools.wraps(compute_outputs)
-        def infer_outputs(*args: Any, **kwargs: Any) -> Any:
-            with context.evaluation():
-                return compute_outputs(*args, **kwargs)
-
-        stage._compute_outputs = infer_outputs
+        stage._compute_outputs = _as_evaluation(compute_outputs, context)
 
 
 def _as_evaluation(method: Callable[..., Any], context: FSDPContext) -> Callable[..., Any]:
-    @functools.wraps(method)
+    weakly = _held_weakly(method)
+
     def evaluate(*args: Any, **kwargs: Any) -> Any:
         with context.evaluation():
-            return method(*args, **kwargs)
+            return weakly(*args, **kwargs)
 
     return evaluate
+
+
+def _held_weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    """``method`` for a wrapper that takes its place on its object: holding it is a cycle."""
+    if not isinstance(method, MethodType):
+        return method
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        bound = reference()
+        assert bound is not None  # it is called through its object
+        return bound(*args, **kwargs)
+
+    return call

@@ -8,6 +8,9 @@ graph holds nothing but calls of the five operations below, paired by data edges
     compute(full, event=...)           the event's compute begins
     free(full, after=...)              give the full parameters back
     reduce(unit, after=...)            start the reduction of the unit's gradients
+    reduce(unit, after=..., all_reduce=False)
+                                       the same, but only among the ranks that shard a
+                                       replicated unit: its last reduction adds all up
 
 One chain gather, wait, computes, free is one interval in which a unit is resident;
 computes that share it share its one ``wait``. Around the compute of event ``i`` a
@@ -43,6 +46,7 @@ __all__ = [
     "Operation",
     "Program",
     "Step",
+    "all_reduces",
     "compute",
     "compute_nodes",
     "end_order",
@@ -108,8 +112,12 @@ def free(full: Full, after: str) -> None:
 
 
 @fx.has_side_effect
-def reduce(unit: str, after: str) -> None:
-    """Reduce the gradients of ``unit`` once the use of event ``after`` has ended."""
+def reduce(unit: str, after: str, all_reduce: bool = True) -> None:
+    """Reduce the gradients of ``unit`` once the use of event ``after`` has ended.
+
+    Without ``all_reduce`` the sums over the shards' ranks are kept back until a reduction
+    with it adds them up and all-reduces them over the replicas.
+    """
 
 
 _OPERATIONS: dict[object, Operation] = {
@@ -134,6 +142,7 @@ class Step:
             compute, in order.
         frees: units freed when the event's use ends, in order.
         reduces: units reduced when the event's use ends, after the frees.
+        partial: those of ``reduces`` that are not all-reduced over their replicas yet.
     """
 
     event: Event
@@ -142,6 +151,7 @@ class Step:
     prefetches: tuple[str, ...]
     frees: tuple[str, ...]
     reduces: tuple[str, ...]
+    partial: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, eq=False)
@@ -204,6 +214,7 @@ class Program:
         """
         frees: dict[str, list[str]] = {}
         reduces: dict[str, list[str]] = {}
+        partial: dict[str, set[str]] = {}
         heads: list[tuple[str, tuple[str, ...], bool, tuple[str, ...]]] = []
         issued: list[str] = []
         before_wait: tuple[str, ...] | None = None
@@ -221,6 +232,8 @@ class Program:
                     frees.setdefault(_label(node), []).append(unit_of(node))
                 case "reduce":
                     reduces.setdefault(_label(node), []).append(unit_of(node))
+                    if not all_reduces(node):
+                        partial.setdefault(_label(node), set()).add(unit_of(node))
         return tuple(
             Step(
                 self.trace[self.positions[label]],
@@ -229,6 +242,7 @@ class Program:
                 prefetches,
                 tuple(frees.get(label, ())),
                 tuple(reduces.get(label, ())),
+                frozenset(partial.get(label, ())),
             )
             for label, gathers, waited, prefetches in heads
         )
@@ -284,6 +298,11 @@ def unit_of(node: fx.Node) -> str:
     return cast(str, source)
 
 
+def all_reduces(node: fx.Node) -> bool:
+    """Whether a reduce node also all-reduces, if its unit is replicated."""
+    return bool(node.kwargs.get("all_reduce", True))
+
+
 def compute_nodes(graph: fx.Graph) -> list[fx.Node]:
     """The compute nodes of ``graph``, in order: in a sound program, one per event."""
     return graph.find_nodes(op="call_function", target=compute)
@@ -293,9 +312,9 @@ def end_order(trace: Trace, position: int) -> tuple[int, int]:
     """Sorts the uses of a trace by when they end.
 
     Of uses that end at the same place, the enclosing one, which began earlier, ends
-    last.
+    last, unless the trace says otherwise (:attr:`Trace.ending`).
     """
-    return trace.ends[position], -position
+    return trace.ends[position], trace.end_ranks[position]
 
 
 def place_after(program: Program, computes: Sequence[fx.Node], position: int) -> fx.Node:
@@ -308,11 +327,12 @@ def place_after(program: Program, computes: Sequence[fx.Node], position: int) ->
 
     Returns:
         The node to insert behind: the compute at which the use ends, or the last free
-        or reduction there that is not of an enclosing use.
+        or reduction there that is not of a use which ends after it.
     """
+    ranks = program.trace.end_ranks
     node = computes[program.trace.ends[position]]
     while operation(node.next) in ("free", "reduce"):
-        if program.positions[_label(node.next)] < position:
+        if ranks[program.positions[_label(node.next)]] > ranks[position]:
             break
         node = node.next
     return node
@@ -359,12 +379,17 @@ def _header(program: Program) -> str:
         if (kind := operation(node)) is not None:
             counts[kind] += 1
     ahead = sum(len(step.prefetches) for step in program.steps)
+    reductions = _count(counts["reduce"], "reduction")
+    if replicated := {unit.name for unit in trace.units if unit.replicas > 1}:
+        nodes = program.graph_module.graph.find_nodes(op="call_function", target=reduce)
+        over = sum(unit_of(node) in replicated and all_reduces(node) for node in nodes)
+        reductions += f" ({over} over replicas)"
     chunks = len({unit.chunk for unit in trace.units})
     size = format_bytes(peak_resident_bytes(program))
     return (
         f"# program: {_count(len(trace), 'event')}, {_count(len(trace.units), 'unit')}, "
         f"{_count(chunks, 'chunk')}; {_count(counts['gather'], 'gather')} ({ahead} ahead), "
-        f"{_count(counts['free'], 'free')}, {_count(counts['reduce'], 'reduction')}; "
+        f"{_count(counts['free'], 'free')}, {reductions}; "
         f"peak {size} resident"
     )
 
@@ -379,7 +404,10 @@ def _heading(call: Call) -> str:
 
 def _code(node: fx.Node, kind: Operation) -> str:
     arguments = [arg.name if isinstance(arg, fx.Node) else f'"{arg}"' for arg in node.args]
-    arguments += [f'{key}="{value}"' for key, value in node.kwargs.items()]
+    arguments += [
+        f'{key}="{value}"' if isinstance(value, str) else f"{key}={value}"
+        for key, value in node.kwargs.items()
+    ]
     call = f"{kind}({', '.join(arguments)})"
     return f"{node.name} = {call}" if kind in ("gather", "wait") else call
 
@@ -397,6 +425,8 @@ def _comment(program: Program, node: fx.Node, kind: Operation, place: int) -> st
     text = f"{name}, {_PHASES[event.phase]}, microbatch {event.microbatch}, {size}"
     if kind == "gather" and position != place:
         text += f", ahead for {event}"
+    if kind == "reduce" and unit.replicas > 1:
+        text += f", over {unit.replicas} replicas" if all_reduces(node) else ", partial sums"
     return text
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from .library import BoundProgram, Key
+from .program import end_order
 from .trace import Event, Phase, Trace
 from .units import Unit
 
@@ -24,6 +25,8 @@ class Recording:
         self._events: list[Event] = []
         self._ends: list[int] = []
         self._reduces: set[int] = set()
+        # Positions in the order in which end() was called for them.
+        self._ended: dict[int, None] = {}
         self._occurrences: dict[Key, int] = {}
 
     @classmethod
@@ -38,11 +41,13 @@ class Recording:
         recording._events = list(trace.events[:position])
         recording._ends = [min(end, position - 1) for end in trace.ends[:position]]
         recording._reduces = {index for index in trace.reduces if index < position}
+        ended = sorted(range(position), key=lambda index: end_order(trace, index))
+        recording._ended = {index: None for index in ended if trace.ends[index] < position}
         for key in recording._keys:
             recording._occurrences[key] = recording._occurrences.get(key, 0) + 1
         return recording
 
-    def add(self, unit: Unit, phase: Phase, microbatch: int, end: int) -> None:
+    def add(self, unit: Unit, phase: Phase, microbatch: int, end: int) -> Event:
         """Write an event down.
 
         Args:
@@ -51,17 +56,29 @@ class Recording:
             microbatch: index of the chunk's forward call.
             end: position of the last event that will have begun when its use ends, as
                 far as is known.
+
+        Returns:
+            The event.
         """
         key = (unit, phase)
         occurrence = self._occurrences.get(key, 0)
         self._occurrences[key] = occurrence + 1
         self._keys.append(key)
-        self._events.append(Event(unit.spec.name, phase, occurrence, microbatch))
+        event = Event(unit.spec.name, phase, occurrence, microbatch)
+        self._events.append(event)
         self._ends.append(end)
+        return event
+
+    @property
+    def events(self) -> Sequence[Event]:
+        """The events so far."""
+        return self._events
 
     def end(self, position: int, last: int) -> None:
         """The use of event ``position`` ended when event ``last`` was the last begun."""
         self._ends[position] = last
+        self._ended.pop(position, None)
+        self._ended[position] = None
 
     def contributions_complete(self, positions: Iterable[int]) -> None:
         """After these events every contribution of the unit's microbatch was in."""
@@ -92,4 +109,15 @@ class Recording:
             events=tuple(self._events),
             ends=tuple(self._ends),
             reduces=frozenset(self._reduces),
+            ending=self._ending(),
+        )
+
+    def _ending(self) -> tuple[int, ...]:
+        # A compiled slice has its ends from the start: before those of the uses around it.
+        ranks = {position: rank for rank, position in enumerate(self._ended)}
+        return tuple(
+            sorted(
+                range(len(self._ends)),
+                key=lambda position: (self._ends[position], ranks.get(position, -1), -position),
+            )
         )

@@ -10,7 +10,7 @@ It knows no order: when something is gathered or freed is the program's decision
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from .units import Unit
@@ -30,6 +30,7 @@ class Stats:
         bytes_gathered: bytes of full parameters that the gathers produced.
         frees: times that a unit's full parameters were freed.
         reductions: gradient reductions started.
+        all_reductions: those of replicated units that were all-reduced over the replicas.
         windows: windows closed.
         recorded_windows: windows that became a new trace.
         replayed_windows: windows that followed a known program to their end.
@@ -48,6 +49,7 @@ class Stats:
     bytes_gathered: int = 0
     frees: int = 0
     reductions: int = 0
+    all_reductions: int = 0
     windows: int = 0
     recorded_windows: int = 0
     replayed_windows: int = 0
@@ -63,10 +65,15 @@ class Residency:
 
     Args:
         stats: counters to keep.
+
+    Attributes:
+        on_failure: told of a collective that raised: what it was, the unit, and the
+            error, which goes on unless this raises another.
     """
 
     def __init__(self, stats: Stats) -> None:
         self.stats = stats
+        self.on_failure: Callable[[str, Unit, Exception], None] | None = None
 
     def prefetch(self, unit: Unit) -> None:
         """Start a gather ahead of need, unless the unit is there or on its way."""
@@ -89,7 +96,11 @@ class Residency:
             self._start(unit)
             self.stats.on_demand_gathers += 1
         if not unit.unsharded:
-            unit.wait()
+            try:
+                unit.wait()
+            except Exception as error:
+                self._failed("gather", unit, error)
+                raise
         unit.holds += 1
         return absent
 
@@ -119,11 +130,25 @@ class Residency:
             if not unit.holds:
                 self.free(unit)
 
-    def reduce(self, unit: Unit) -> None:
-        """Start the reduction of the unit's gradients, if it has any."""
-        if unit.has_gradients:
-            unit.reduce()
+    def reduce(self, unit: Unit, all_reduce: bool = True) -> None:
+        """Start the reduction of the unit's gradients, if any backward contributed to them.
+
+        Whether this rank has gradients decides only where no backward said so.
+
+        Args:
+            unit: the unit.
+            all_reduce: whether to all-reduce over the replicas, of what is reduced now
+                and of the partial sums from before, even if nothing is reduced now.
+        """
+        if unit.contributed or unit.has_gradients or (all_reduce and unit.has_partial_sums):
+            try:
+                unit.reduce(all_reduce)
+            except Exception as error:
+                self._failed("reduction", unit, error)
+                raise
             self.stats.reductions += 1
+            if all_reduce and unit.spec.replicas > 1:
+                self.stats.all_reductions += 1
 
     def keep_gradients(self, unit: Unit) -> None:
         """Keep the unit's gradients full, in the dtype that they are reduced in."""
@@ -139,10 +164,18 @@ class Residency:
             unit.reset()
 
     def _start(self, unit: Unit) -> None:
-        unit.gather()
+        try:
+            unit.gather()
+        except Exception as error:
+            self._failed("gather", unit, error)
+            raise
         stats, size = self.stats, unit.spec.bytes
         stats.gathers += 1
         stats.bytes_gathered += size
         stats.resident_bytes += size
         if stats.resident_bytes > stats.peak_resident_bytes:
             stats.peak_resident_bytes = stats.resident_bytes
+
+    def _failed(self, what: str, unit: Unit, error: Exception) -> None:
+        if self.on_failure is not None:
+            self.on_failure(what, unit, error)

@@ -6,34 +6,51 @@ compiler's. Kept apart so that a new torch is checked in three places and no mor
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any
 
 import torch
 import torch._dynamo
 from torch import nn
+from torch.distributed import Store  # type: ignore[attr-defined]  # public, without stubs
 
 __all__ = [
+    "PassMarker",
     "accumulates_gradient",
     "active_compile_callback",
     "add_forward_hook",
     "add_forward_pre_hook",
     "compile_backend",
     "current_graph_task",
+    "default_store",
+    "differentiated_function",
     "graph_break_reasons",
+    "inside_autograd_node",
+    "inside_dispatch_mode",
+    "outside_of_selective_checkpoints",
     "queue_callback",
     "remove_forward_hooks",
     "skip_code",
+    "tensor_hooks",
 ]
 
 try:
+    from torch._C import _current_autograd_node as _autograd_node
     from torch._C import _current_graph_task_id as _graph_task_id
-    from torch._C import _will_engine_execute_node
+    from torch._C import _len_torch_dispatch_stack, _will_engine_execute_node
     from torch._C._dynamo.eval_frame import get_eval_frame_callback
     from torch._dynamo.eval_frame import skip_code
     from torch._dynamo.utils import counters
+    from torch.autograd.function import BackwardCFunction
     from torch.autograd.variable import Variable
+    from torch.distributed.distributed_c10d import _get_default_store
+    from torch.utils._python_dispatch import _pop_mode, _push_mode
+    from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
+    _SELECTIVE_CHECKPOINTS = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
     _queue = Variable._execution_engine.queue_callback
 except (ImportError, AttributeError) as error:
     raise ImportError(
@@ -47,14 +64,109 @@ def current_graph_task() -> int:
     return int(_graph_task_id())
 
 
+def inside_dispatch_mode() -> bool:
+    """Whether a ``TorchDispatchMode`` sees the operations that run now."""
+    return bool(_len_torch_dispatch_stack())
+
+
+@contextlib.contextmanager
+def outside_of_selective_checkpoints() -> Iterator[None]:
+    """Keep what runs inside from selective checkpoints, which save results by their order.
+
+    Other dispatch modes still see it.
+    """
+    modes = [_pop_mode() for _ in range(_len_torch_dispatch_stack())][::-1]
+    others = [mode for mode in modes if not isinstance(mode, _SELECTIVE_CHECKPOINTS)]
+    try:
+        for mode in others:
+            _push_mode(mode)
+        try:
+            yield
+        finally:
+            for _ in others:
+                _pop_mode()
+    finally:
+        for mode in modes:
+            _push_mode(mode)
+
+
+def inside_autograd_node() -> bool:
+    """Whether a node of some autograd pass is running on this thread.
+
+    In the callback at the end of a pass: whether that pass was started from inside of
+    another.
+    """
+    return _autograd_node() is not None
+
+
+def differentiated_function() -> Any | None:
+    """The context of the autograd Function whose forward is running, if it has a backward.
+
+    A reentrant checkpoint is such a Function: what it runs with gradients off, its
+    backward runs again. Where autograd records nothing (gradients are off around the
+    Function, or no input needs one) there is none.
+
+    Returns:
+        The ``ctx`` of the innermost one on the stack, which is also the node of its
+        backward; None outside of one.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "forward" and code.co_argcount and code.co_varnames[0] != "self":
+            ctx = frame.f_locals.get(code.co_varnames[0])
+            # Inside of another Function's forward it is not recorded itself.
+            if isinstance(ctx, BackwardCFunction) and ctx.next_functions:
+                return ctx
+        frame = frame.f_back
+    return None
+
+
 def accumulates_gradient(leaf: torch.Tensor) -> bool:
     """Whether the autograd pass that is running adds to the gradient of ``leaf``."""
-    return bool(_will_engine_execute_node(torch.autograd.graph.get_gradient_edge(leaf).node))
+    return _will_execute(torch.autograd.graph.get_gradient_edge(leaf).node)
+
+
+def _will_execute(node: Any) -> bool:
+    try:
+        return bool(_will_engine_execute_node(node))
+    except RuntimeError:
+        if _graph_task_id() == -1:
+            raise
+        return False  # torch does not say for a leaf whose gradient autograd.grad() returns
+
+
+class PassMarker:
+    """A leaf put into autograd graphs, so that a pass through them can be asked about leaves.
+
+    It never gets a gradient. An autograd pass that accumulates into every leaf that it
+    reaches would reach it; one that is limited to some inputs would not.
+    """
+
+    def __init__(self) -> None:
+        self.leaf = torch.zeros((), requires_grad=True)
+        # While the node is held, every graph that has the leaf has this node.
+        self._node = torch.autograd.graph.get_gradient_edge(self.leaf).node
+
+    def is_reached(self) -> bool:
+        """Whether the autograd pass that is running goes on to the leaf."""
+        return _will_execute(self._node)
 
 
 def queue_callback(callback: Callable[[], None]) -> None:
     """Call ``callback`` when the autograd pass that is running ends."""
     _queue(callback)
+
+
+def default_store() -> Store:
+    """The key-value store through which the default process group found its ranks."""
+    return _get_default_store()
+
+
+def tensor_hooks(tensor: torch.Tensor) -> list[Callable[[torch.Tensor], object]]:
+    """What ``tensor.register_hook`` was given, in order."""
+    hooks: Any = tensor._backward_hooks
+    return list(hooks.values()) if hooks else []
 
 
 def active_compile_callback() -> Callable[..., object] | None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal, overload
 
 __all__ = ["Call", "Event", "Phase", "Trace", "UnitSpec", "registration_trace"]
@@ -31,6 +32,8 @@ class UnitSpec:
         gradient_bytes: bytes of the full gradients in the dtype that they are
             accumulated in; 0 for a frozen unit.
         trainable: whether any parameter requires a gradient.
+        replicas: how many groups of ranks hold the same shards, and so have their
+            reduced gradients all-reduced; 1 for a unit that is only sharded.
     """
 
     name: str
@@ -39,6 +42,7 @@ class UnitSpec:
     bytes: int
     gradient_bytes: int
     trainable: bool
+    replicas: int = 1
 
 
 @dataclass(frozen=True)
@@ -97,12 +101,16 @@ class Trace(Sequence[Event]):
             unit's use ends after its children's events.
         reduces: positions of the backward events after which every contribution
             of the unit's microbatch was in, so that its gradients may be reduced.
+        ending: every position, in the order in which the uses ended. Left empty where
+            of uses that end at the same place the one that began later ended first, as
+            nested ones do.
     """
 
     units: tuple[UnitSpec, ...]
     events: tuple[Event, ...]
     ends: tuple[int, ...]
     reduces: frozenset[int]
+    ending: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if len(self.ends) != len(self.events):
@@ -119,6 +127,17 @@ class Trace(Sequence[Event]):
         for position in self.reduces:
             if not 0 <= position < len(self.events) or self.events[position].phase != "B":
                 raise ValueError(f"position {position} reduces but is not a backward event")
+        if not self.ending:
+            return
+        nested = tuple(
+            sorted(range(len(self.ends)), key=lambda position: (self.ends[position], -position))
+        )
+        if sorted(self.ending) != list(range(len(self.ends))) or [
+            self.ends[position] for position in self.ending
+        ] != [self.ends[position] for position in nested]:
+            raise ValueError(f"the order of ending {self.ending} contradicts the ends {self.ends}")
+        if self.ending == nested:  # so that equal traces are equal
+            object.__setattr__(self, "ending", ())
 
     def __len__(self) -> int:
         return len(self.events)
@@ -132,6 +151,16 @@ class Trace(Sequence[Event]):
 
     def __iter__(self) -> Iterator[Event]:
         return iter(self.events)
+
+    @cached_property
+    def end_ranks(self) -> tuple[int, ...]:
+        """For each event, its rank among the uses that end at the same place."""
+        if not self.ending:
+            return tuple(-position for position in range(len(self.ends)))
+        ranks = [0] * len(self.ends)
+        for rank, position in enumerate(self.ending):
+            ranks[position] = rank
+        return tuple(ranks)
 
     @property
     def calls(self) -> tuple[Call, ...]:
@@ -168,7 +197,14 @@ class Trace(Sequence[Event]):
         digest = hashlib.sha256()
         for position, (event, end) in enumerate(zip(self.events, self.ends, strict=True)):
             digest.update(f"{event}|{end}|{position in self.reduces}\n".encode())
+        if self.ending:
+            digest.update(f"{self.ending}\n".encode())
         return digest.hexdigest()
+
+
+def _path(name: str) -> str:
+    """A unit's name without the mark that tells units of one module apart."""
+    return name.rpartition("[")[0] if name.endswith("]") else name
 
 
 def registration_trace(units: Sequence[UnitSpec]) -> Trace:
@@ -176,7 +212,8 @@ def registration_trace(units: Sequence[UnitSpec]) -> Trace:
 
     Forward in the order given (depth first, chunks in adoption order); backward
     visits the chunks reversed, each in pre-order with its children reversed. A
-    unit's parent is the one whose name, read as a path, is its longest prefix.
+    unit's parent is the one whose name, read as a path, is its longest prefix; of
+    several units of one module, each is inside the one before.
 
     Args:
         units: the context's units, in adoption order, each chunk's in module order.
@@ -187,9 +224,12 @@ def registration_trace(units: Sequence[UnitSpec]) -> Trace:
     names = [unit.name for unit in units]
     children: dict[str | None, list[str]] = {None: []}
     parents: dict[str, str | None] = {}
+    paths = {name: _path(name) for name in names}
     for index, name in enumerate(names):
-        above = [other for other in names[:index] if name.startswith(other + ".")]
-        parent = max(above, key=len, default=None)
+        path = paths[name]
+        above = [n for n in names[:index] if path == paths[n] or path.startswith(paths[n] + ".")]
+        # Of those with the same path the last.
+        parent = max(reversed(above), key=lambda other: len(paths[other]), default=None)
         parents[name] = parent
         children.setdefault(parent, []).append(name)
         children.setdefault(name, [])

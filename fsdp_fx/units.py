@@ -16,17 +16,23 @@ attribute that is missing.
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
+import logging
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, cast, overload
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from .torch_internals import accumulates_gradient
+from .torch_internals import (
+    accumulates_gradient,
+    inside_dispatch_mode,
+    outside_of_selective_checkpoints,
+)
 from .trace import UnitSpec
 
 __all__ = [
@@ -36,16 +42,19 @@ __all__ = [
     "attach",
     "find_sharded_modules",
     "require_supported",
+    "require_unshared",
     "storage_key",
     "unit_of_tensor",
 ]
+
+logger = logging.getLogger("fsdp_fx")
 
 SUPPORTED_TORCH = "2.11 to 2.14"
 
 try:
     from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
     from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
-    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import (
         FSDPCommContext,
         FSDPParamGroup,
@@ -71,6 +80,10 @@ PRIVATE_NAMES: dict[type, tuple[str | tuple[str, str], ...]] = {
         "_training_state",
         "_is_root",
         "_modules",
+        "_modules_to_run_forward",
+        "_state_ctx",
+        "_states_to_forward_prefetch",
+        "_states_to_backward_prefetch",
         "_mp_policy",
         "_pre_forward_hook_handle",
         "_post_forward_hook_handle",
@@ -86,14 +99,22 @@ PRIVATE_NAMES: dict[type, tuple[str | tuple[str, str], ...]] = {
         "fsdp_params",
         "comm_ctx",
         "device",
+        "mesh_info",
         "modules",
         "reduce_grads",
+        "all_reduce_grads",
+        "mesh_info",
         "reshard_after_backward",
         "unshard_in_backward",
         "offload_policy",
         "post_forward_mesh_info",
         "_all_gather_result",
+        "_sharded_state",
+        "_orig_dtype",
         "_partial_reduce_output",
+        "_post_forward_indices",
+        "_reduce_dtype",
+        "mp_policy",
         "_module_fqn",
         "_training_state",
         "_module_to_pre_save_state_dict_hook_handle",
@@ -110,14 +131,19 @@ PRIVATE_NAMES: dict[type, tuple[str | tuple[str, str], ...]] = {
         "init_all_gather_outputs",
         "init_unsharded_param",
         "free_unsharded_param",
+        "sharded_state",
         "unsharded_accumulated_grad",
+        "accumulate_unsharded_grad_if_needed",
+        "to_accumulated_grad_if_needed",
         "_setattr_on_modules",
+        "_module_info",
         "mesh_info",
     ),
     FSDPCommContext: (
         "all_gather_copy_in_stream",
         "all_gather_stream",
         "all_gather_state",
+        "post_forward_order",
         ("reduce_scatter_states", "reduce_scatter_state"),
     ),
 }
@@ -211,6 +237,8 @@ class Unit:
     Attributes:
         spec: name, sizes and chunk, as plain data.
         holds: how many uses of the full parameters are under way.
+        contributed: whether a backward that accumulates gradients has begun or ended
+            since the last reduction: the same on every rank, whoever has gradients.
         communication: the streams shared by the context's units.
     """
 
@@ -219,7 +247,11 @@ class Unit:
         "_exposures",
         "_group",
         "_parameter_index",
+        "_partial_layout",
+        "_required",
+        "_trainable",
         "communication",
+        "contributed",
         "free_at_release",
         "holds",
         "in_flight",
@@ -235,8 +267,14 @@ class Unit:
         self.free_at_release = False
         self.in_flight = False
         self.unsharded = False
+        self.contributed = False
         self._exposures = 0
         self._parameter_index: dict[int, int] = {}
+        # Indices of the parameters whose partial sums are outstanding.
+        self._partial_layout: list[int] | None = None
+        self._trainable = self._trainable_now()
+        # Indices of those that a forward of this window has used while they required one.
+        self._required: set[int] = set()
 
     def __repr__(self) -> str:
         return f"Unit({self.spec.name!r})"
@@ -248,6 +286,12 @@ class Unit:
         if group is None:
             raise ReferenceError(f"the module of unit {self.spec.name} has been deleted")
         return group
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks that gather and reduce the unit together, replicas included."""
+        mesh = self.group.mesh_info.mesh
+        return tuple(sorted(int(rank) for rank in mesh.mesh.flatten().tolist()))
 
     @property
     def is_alive(self) -> bool:
@@ -289,7 +333,10 @@ class Unit:
         """Give the full parameters' memory back. A gather in flight is waited for first."""
         group = self.group
         if self.in_flight:
-            result = group._all_gather_result
+            # Dropped whether or not the wait succeeds: a gather that failed must not be
+            # waited for again.
+            self.in_flight = False
+            result, group._all_gather_result = group._all_gather_result, None
             if result is not None:
                 if result.all_gather_event is not None and group.device.type != "cpu":
                     torch.accelerator.current_stream(group.device).wait_event(
@@ -297,12 +344,14 @@ class Unit:
                     )
                 if result.all_gather_work is not None:
                     result.all_gather_work.wait()
-                group._all_gather_result = None
-            self.in_flight = False
-        group._to_sharded()
+        # What FSDP2's _to_sharded() does, without what the modules show: that is decided
+        # by expose() and conceal(), and costs more than all the rest.
+        for parameter in group.fsdp_params:
+            if hasattr(parameter, "_unsharded_param"):
+                parameter.free_unsharded_param()
+            parameter.sharded_state = ShardedState.SHARDED
+        group._sharded_state = ShardedState.SHARDED
         self.unsharded = False
-        if self._exposures:
-            self._point_modules_at_unsharded()
 
     # Which parameters the modules show
 
@@ -328,23 +377,32 @@ class Unit:
         self.holds = 0
         self.free_at_release = False
         self._exposures = 0
-        self.free()
+        try:
+            self.free()
+        except RuntimeError as error:
+            logger.warning("a gather of unit %s in flight had failed: %s", self.spec.name, error)
+            self.free()
         self._point_modules_at_sharded()
         for parameter in self.group.fsdp_params:
             if hasattr(parameter, "_unsharded_param"):
                 parameter._unsharded_param.grad = None
             parameter.unsharded_accumulated_grad = None
+        self.contributed = False
         self.group._partial_reduce_output = None
+        self._partial_layout = None
 
     def _point_modules_at_sharded(self) -> None:
         for parameter in self.group.fsdp_params:
             parameter._setattr_on_modules(parameter.sharded_param)
 
     def _point_modules_at_unsharded(self) -> None:
-        for parameter in self.group.fsdp_params:
+        for index, parameter in enumerate(self.group.fsdp_params):
             unsharded, sharded = parameter._unsharded_param, parameter.sharded_param
-            if unsharded.requires_grad != sharded.requires_grad:
-                unsharded.requires_grad_(sharded.requires_grad)
+            trains = sharded.requires_grad
+            if unsharded.requires_grad != trains:
+                unsharded.requires_grad_(trains)
+            if trains:
+                self._required.add(index)
             parameter._setattr_on_modules(unsharded)
 
     def _check_dtypes(self) -> None:
@@ -395,10 +453,57 @@ class Unit:
         """Whether any parameter requires a gradient now."""
         return any(p.sharded_param.requires_grad for p in self.group.fsdp_params)
 
+    def respecify(self) -> bool:
+        """Look again at which parameters require a gradient: at the opening of a window.
+
+        Returns:
+            Whether :attr:`spec` has changed.
+
+        Raises:
+            RuntimeError: parameters of several dtypes require a gradient now, which did
+                not when the module was adopted.
+        """
+        self._required.clear()
+        trainable = self._trainable_now()
+        if trainable == self._trainable:
+            return False
+        group = self.group
+        self._set_reduction_dtypes([p for p in group.fsdp_params if p.sharded_param.requires_grad])
+        self._trainable = trainable
+        before, self.spec = self.spec, _specify(group, self.spec.name, self.spec.chunk)
+        return self.spec != before
+
+    def _trainable_now(self) -> tuple[bool, ...]:
+        return tuple(p.sharded_param.requires_grad for p in self.group.fsdp_params)
+
+    def _set_reduction_dtypes(self, parameters: Sequence[FSDPParam]) -> None:
+        # FSDP2 looks once, at its lazy initialisation: nothing, where all was frozen then.
+        dtypes = list(dict.fromkeys((p.orig_dtype, p.reduce_dtype) for p in parameters))
+        if len({dtype for dtype, _ in dtypes}) > 1:
+            raise RuntimeError(
+                f"unit {self.spec.name}: parameters of {_listed(d for d, _ in dtypes)} require "
+                "gradients now and did not all when the module was adopted: call "
+                "requires_grad_(True) before adopt(), and freeze after it"
+            )
+        if dtypes:
+            group: Any = self.group
+            group._orig_dtype, group._reduce_dtype = dtypes[0]
+
     @property
     def sharded_parameters(self) -> list[nn.Parameter]:
         """The parameters as users and optimizers see them."""
         return [parameter.sharded_param for parameter in self.group.fsdp_params]
+
+    @property
+    def tied_modules(self) -> list[nn.Module]:
+        """The modules that share a parameter with another module."""
+        modules: dict[nn.Module, None] = {}
+        for parameter in self.group.fsdp_params:
+            info = parameter._module_info
+            sharing = dict.fromkeys((info.module, *info.shared_modules))
+            if len(sharing) > 1:
+                modules.update(sharing)
+        return list(modules)
 
     @property
     def has_gradients(self) -> bool:
@@ -410,6 +515,11 @@ class Unit:
         )
 
     @property
+    def has_partial_sums(self) -> bool:
+        """Whether there are reduced gradients that are not all-reduced over the replicas."""
+        return self._partial_layout is not None
+
+    @property
     def has_reduced_gradients(self) -> bool:
         """Whether any sharded parameter has a gradient."""
         return any(p.sharded_param.grad is not None for p in self.group.fsdp_params)
@@ -418,6 +528,27 @@ class Unit:
         """Set the sharded parameters' gradients to ``None``."""
         for parameter in self.group.fsdp_params:
             parameter.sharded_param.grad = None
+
+    def set_gradients_aside(self) -> list[torch.Tensor | None]:
+        """Take the full gradients away, for :meth:`take_gradients_back`."""
+        aside: list[torch.Tensor | None] = []
+        for parameter in self.group.fsdp_params:
+            unsharded = parameter._unsharded_param
+            aside.append(unsharded.grad)
+            unsharded.grad = None
+        return aside
+
+    def take_gradients_back(self, aside: list[torch.Tensor | None]) -> None:
+        """Add what was set aside to the full gradients that have come since.
+
+        So what is assigned to a parameter's ``grad`` in between does not replace the
+        gradients of other microbatches that are kept there.
+        """
+        for parameter, before in zip(self.group.fsdp_params, aside, strict=True):
+            unsharded = parameter._unsharded_param
+            if before is not None:
+                unsharded.grad = before if unsharded.grad is None else before + unsharded.grad
+        aside.clear()
 
     def add_gradients(
         self, parameters: Sequence[torch.Tensor], gradients: list[torch.Tensor | None]
@@ -453,16 +584,82 @@ class Unit:
         leaf = self.group.fsdp_params[index]._unsharded_param
         return accumulates_gradient(leaf) if leaf.requires_grad else None
 
-    def reduce(self) -> None:
+    def accumulates_any(self) -> bool:
+        """Whether the autograd pass under way adds to the gradient of any parameter."""
+        return any(
+            parameter._unsharded_param.requires_grad
+            and accumulates_gradient(parameter._unsharded_param)
+            for parameter in self.group.fsdp_params
+            if hasattr(parameter, "_unsharded_param")
+        )
+
+    def reduce(self, all_reduce: bool = True) -> None:
         """Start the reduction of the full gradients into the sharded parameters' ``grad``.
 
-        Accumulates into a ``grad`` that is there. In flight until
+        Every parameter that requires one takes part, with zeros where this rank has none:
+        the ranks run the same collective, whatever each of them computed. Accumulates
+        into a ``grad`` that is there. In flight until
         :meth:`Communication.wait_for_reductions`.
+
+        Args:
+            all_reduce: whether a replicated unit's gradients are all-reduced over the
+                replicas, with the partial sums of reductions before this one. If not,
+                they are such partial sums, and no ``grad`` yet.
+
+        Raises:
+            RuntimeError: other parameters require a gradient than those of which there
+                are partial sums.
         """
         self._check_gradient_sync()
+        layout = self._complete_gradients()
+        if self._partial_layout is not None and layout != self._partial_layout:
+            raise RuntimeError(
+                f"unit {self.spec.name}: a parameter began to require a gradient in the middle of "
+                "a window; call requires_grad_() on a replicated unit between windows"
+            )
+        self.contributed = False
         group = self.group
-        group.post_backward()
-        group._training_state = TrainingState.IDLE
+        group.all_reduce_grads = all_reduce
+        try:
+            group.post_backward()
+        finally:
+            group.all_reduce_grads = True
+            group._training_state = TrainingState.IDLE
+        self._partial_layout = layout if group._partial_reduce_output is not None else None
+
+    def _complete_gradients(self) -> list[int]:
+        """Bring the full gradients into one dtype, and zeros to where there are none.
+
+        Returns:
+            The indices of the parameters that have one now.
+        """
+        group = self.group
+        parameters = group.fsdp_params
+        for parameter in parameters:
+            parameter.accumulate_unsharded_grad_if_needed()
+        # What was kept is in the reduction dtype; FSDP2 reduces no mixture.
+        kept = any(parameter.unsharded_accumulated_grad is not None for parameter in parameters)
+        taking_part, indices = [], []
+        for index, parameter in enumerate(parameters):
+            if not hasattr(parameter, "_unsharded_param"):
+                continue
+            if kept:
+                parameter.to_accumulated_grad_if_needed()
+            unsharded = parameter._unsharded_param
+            if unsharded.grad is None and parameter.unsharded_accumulated_grad is None:
+                if not (parameter.sharded_param.requires_grad or index in self._required):
+                    continue
+                if kept:
+                    parameter.unsharded_accumulated_grad = torch.zeros_like(
+                        unsharded, dtype=parameter.reduce_dtype, requires_grad=False
+                    )
+                else:
+                    unsharded.grad = torch.zeros_like(unsharded, requires_grad=False)
+            taking_part.append(parameter)
+            indices.append(index)
+        if any(parameter.orig_dtype != group._orig_dtype for parameter in taking_part):
+            self._set_reduction_dtypes(taking_part)  # unfrozen in the middle of a window
+        return indices
 
     def keep_gradients(self) -> None:
         """Accumulate the full gradients in the reduction dtype instead of reducing them."""
@@ -492,6 +689,11 @@ class Unit:
                 "module that a context schedules; remove it, or build the context with "
                 'reduce_gradients="per_window" to reduce once per window'
             )
+        if not self.group.all_reduce_grads:
+            raise RuntimeError(
+                f"unit {self.spec.name}: set_requires_all_reduce(False) has no effect on a module "
+                "that a context schedules; remove it: a window all-reduces once"
+            )
 
 
 @dataclass(frozen=True)
@@ -512,6 +714,10 @@ class ShardedModule:
     output_dtype: torch.dtype | None
 
 
+def _listed(dtypes: Iterable[torch.dtype]) -> str:
+    return " and ".join(dict.fromkeys(str(dtype).removeprefix("torch.") for dtype in dtypes))
+
+
 def find_sharded_modules(root: nn.Module) -> Iterator[tuple[str, FSDPModule]]:
     """The modules under ``root`` on which ``fully_shard`` was called, by path, in order."""
     for path, module in root.named_modules():
@@ -519,18 +725,101 @@ def find_sharded_modules(root: nn.Module) -> Iterator[tuple[str, FSDPModule]]:
             yield path, module
 
 
-def _normal_tensors() -> contextlib.AbstractContextManager[None]:
-    """Out of inference mode: the unsharded parameters are kept for training."""
-    if torch.is_inference_mode_enabled():
-        return torch.inference_mode(False)
-    return contextlib.nullcontext()
+def _normal_tensors() -> contextlib.AbstractContextManager[object]:
+    """Out of inference mode: the unsharded parameters are kept for training.
+
+    And out of selective checkpoints: a forward may gather where its recomputation need not.
+    """
+    if not (torch.is_inference_mode_enabled() or inside_dispatch_mode()):
+        return contextlib.nullcontext()
+    with contextlib.ExitStack() as stack:
+        if torch.is_inference_mode_enabled():
+            stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(outside_of_selective_checkpoints())
+        return stack.pop_all()
+
+
+# Where a state of torch 2.11, which knows one group, keeps the others.
+_FURTHER_GROUPS = "_fsdp_fx_further_groups"
 
 
 def _param_groups(state: FSDPState) -> list[FSDPParamGroup]:
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
     group = state._fsdp_param_group
-    return [] if group is None else [group]
+    return [] if group is None else [group, *getattr(state, _FURTHER_GROUPS, ())]
+
+
+def _initialise(states: Sequence[FSDPState]) -> dict[FSDPParamGroup, str]:
+    """Run FSDP2's lazy initialisation, with one group per dtype where it wants that.
+
+    Args:
+        states: of each ``fully_shard`` call in a tree, parents first.
+
+    Returns:
+        What is to be added to the name of each group that is one of several of its call.
+    """
+    suffixes: dict[FSDPParamGroup, str] = {}
+    for state in states:
+        groups: list[FSDPParamGroup] = []
+        before = _param_groups(state)
+        for index, group in enumerate(before):
+            parts = _by_dtype(group) if state._is_root is None else [group]
+            for part in parts:
+                marks = [str(index)] if len(before) > 1 else []
+                if len(parts) > 1:
+                    dtype = _shown(part.fsdp_params[0]).dtype
+                    marks.append(str(dtype).removeprefix("torch."))
+                suffixes[part] = f"[{', '.join(marks)}]" if marks else ""
+            groups += parts
+        if len(groups) > len(before):
+            if hasattr(state, "_fsdp_param_groups"):
+                state._fsdp_param_groups[:] = groups
+            else:
+                setattr(state, _FURTHER_GROUPS, groups[1:])
+    for state in states:
+        # Modules come parents first, so this initialises each topmost one; the
+        # states below it are then initialised already.
+        if state._is_root is None:
+            state._lazy_init()
+    for state in states:
+        for group in getattr(state, _FURTHER_GROUPS, ()):
+            group.comm_ctx = state._comm_ctx
+            group._module_fqn = _param_groups(state)[0]._module_fqn
+            group.lazy_init()
+    return suffixes
+
+
+def _by_dtype(group: FSDPParamGroup) -> list[FSDPParamGroup]:
+    """The group, cut into one for each dtype if it trains parameters of several.
+
+    FSDP2 refuses such a group: it reduces in one dtype. Dtypes are in the order of
+    the parameters, which is the same on every rank.
+    """
+    parts: dict[torch.dtype, list[FSDPParam]] = {}
+    trained: set[torch.dtype] = set()
+    for parameter in group.fsdp_params:
+        shown = _shown(parameter)
+        parts.setdefault(shown.dtype, []).append(parameter)
+        if shown.requires_grad:
+            trained.add(shown.dtype)
+    if len(trained) < 2:
+        return [group]
+    groups = [group, *(copy.copy(group) for _ in range(len(parts) - 1))]
+    for part, parameters in zip(groups, parts.values(), strict=True):
+        part.fsdp_params = parameters
+        # These belong to one group each, and nothing is in them before the initialisation.
+        part._module_to_pre_save_state_dict_hook_handle = {}
+        part._module_to_pre_load_state_dict_hook_handle = {}
+        part._post_forward_indices = []
+    return groups
+
+
+def _shown(parameter: FSDPParam) -> nn.Parameter:
+    """What the module shows; FSDP2 takes that over at its lazy initialisation."""
+    info = parameter._module_info
+    shown: nn.Parameter = getattr(info.module, info.param_name)
+    return shown
 
 
 def require_supported(root: nn.Module) -> None:
@@ -559,6 +848,36 @@ def require_supported(root: nn.Module) -> None:
                 f"module {path!r} shares one fully_shard() call with others and no unit is "
                 f"around them: call fully_shard() on {type(root).__name__} too, after them"
             )
+
+
+def require_unshared(chunks: Sequence[nn.Module]) -> None:
+    """Raise for a tied parameter that became two: each would be trained on its own.
+
+    Torch 2.11 does not say what a sharded parameter was before, and cannot be asked.
+
+    Args:
+        chunks: every chunk of the context, in the order of their names.
+
+    Raises:
+        ValueError: a parameter was sharded in two ``fully_shard`` calls.
+    """
+    seen: dict[int, str] = {}
+    for index, chunk in enumerate(chunks):
+        for path, state in _states(chunk):
+            unit = ".".join((f"c{index}", path)) if path else f"c{index}"
+            for group in _param_groups(state):
+                for parameter in group.fsdp_params:
+                    original = getattr(parameter, "_orig_param_uid", None)
+                    if original is None:
+                        continue
+                    name = f"{parameter._module_info.param_name!r} of unit {unit}"
+                    if original in seen:
+                        raise ValueError(
+                            f"parameter {name} was tied to {seen[original]}, and fully_shard() "
+                            "made two of it: give the modules that share it to one "
+                            "fully_shard([...]) call, in one chunk"
+                        )
+                    seen[original] = name
 
 
 def _states(root: nn.Module) -> list[tuple[str, FSDPState]]:
@@ -593,6 +912,11 @@ def _refuse_unsupported(path: str, state: FSDPState) -> None:
                 f"{where}: set_requires_gradient_sync(False) has no effect here; remove it, or "
                 'build the context with reduce_gradients="per_window"'
             )
+        if not group.all_reduce_grads:
+            raise ValueError(
+                f"{where}: set_requires_all_reduce(False) has no effect here, a window all-reduces "
+                "once; remove it"
+            )
         mesh = group.post_forward_mesh_info
         if mesh is not None and mesh is not group.mesh_info and mesh != group.mesh_info:
             raise ValueError(
@@ -619,18 +943,13 @@ def attach(
     """
     require_supported(root)
     states = _states(root)
-    for _, state in states:
-        # Modules come parents first, so this initialises each topmost one; the
-        # states below it are then initialised already.
-        if state._is_root is None:
-            state._lazy_init()
+    suffixes = _initialise([state for _, state in states])
     result: list[ShardedModule] = []
     for path, state in states:
         state._pre_forward_hook_handle.remove()
         state._post_forward_hook_handle.remove()
-        groups = _param_groups(state)
         units = []
-        for index, group in enumerate(groups):
+        for group in _param_groups(state):
             if communication is None:
                 communication = Communication(group.comm_ctx, group.device)
             group.comm_ctx = communication._comm_context
@@ -644,11 +963,11 @@ def attach(
                 *group._module_to_pre_load_state_dict_hook_handle.values(),
             ):
                 handle.remove()
-            suffix = f"[{index}]" if len(groups) > 1 else ""
-            name = (f"{chunk}.{path}" if path else chunk) + suffix
+            name = (f"{chunk}.{path}" if path else chunk) + suffixes[group]
             units.append(Unit(group, _specify(group, name, chunk), communication))
         if communication is not None:
             state._comm_ctx = communication._comm_context
+        _hold_modules_weakly(state)
         policy = state._mp_policy
         result.append(
             ShardedModule(
@@ -664,6 +983,94 @@ def attach(
         cast(Any, module)._is_fsdp_managed_module = False
     assert communication is not None
     return result, communication
+
+
+class _WeakModules(Sequence[nn.Module]):
+    """The modules of one ``fully_shard`` call, in the place of FSDP2's tuple of them."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._references = tuple(weakref.ref(module) for module in modules)
+
+    def __len__(self) -> int:
+        return len(self._references)
+
+    @overload
+    def __getitem__(self, index: int) -> nn.Module: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[nn.Module]: ...
+    def __getitem__(self, index: int | slice) -> nn.Module | Sequence[nn.Module]:
+        if isinstance(index, slice):
+            return tuple(_alive(reference) for reference in self._references[index])
+        return _alive(self._references[index])
+
+
+class _WeakModuleInfo:
+    """Where a parameter is shown, in the place of FSDP2's ``ParamModuleInfo``.
+
+    Args:
+        module: a module that shows the parameter.
+        param_name: its name there.
+        shared_modules: the other modules that show it.
+        shared_param_names: its name in each.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        param_name: str,
+        shared_modules: Sequence[nn.Module],
+        shared_param_names: Sequence[str],
+    ) -> None:
+        self._module = weakref.ref(module)
+        self.param_name = param_name
+        self._shared_modules = tuple(weakref.ref(shared) for shared in shared_modules)
+        self.shared_param_names = list(shared_param_names)
+
+    @property
+    def module(self) -> nn.Module:
+        """The module."""
+        return _alive(self._module)
+
+    @property
+    def shared_modules(self) -> list[nn.Module]:
+        """The other modules."""
+        return [_alive(reference) for reference in self._shared_modules]
+
+
+def _alive(reference: weakref.ref[nn.Module]) -> nn.Module:
+    # A module that was taken out of the tree is nobody's: what is set on it is lost.
+    module = reference()
+    return nn.Module() if module is None else module
+
+
+def _hold_modules_weakly(state: FSDPState) -> None:
+    """Undo FSDP2's reference cycles through ``state``, which each of its modules holds.
+
+    Otherwise a deleted model would keep its memory until Python next collects garbage.
+    Nothing that is dropped here is used while FSDP2's hooks are off.
+    """
+    private: Any = state
+    private._modules = _WeakModules(private._modules)
+    private._modules_to_run_forward.clear()
+    private._state_ctx.all_states.clear()
+    private._states_to_forward_prefetch.clear()
+    private._states_to_backward_prefetch.clear()
+    for group in _param_groups(state):
+        private_group: Any = group
+        private_group.modules = private._modules
+        # Its length tells FSDP2 that the hooks, which have been removed, were registered.
+        for name in (
+            "_module_to_pre_save_state_dict_hook_handle",
+            "_module_to_pre_load_state_dict_hook_handle",
+        ):
+            handles = getattr(group, name)
+            setattr(group, name, weakref.WeakKeyDictionary(handles))
+        for parameter in group.fsdp_params:
+            info: Any = parameter._module_info
+            private_parameter: Any = parameter
+            private_parameter._module_info = _WeakModuleInfo(
+                info.module, info.param_name, info.shared_modules, info.shared_param_names
+            )
 
 
 def _specify(group: FSDPParamGroup, name: str, chunk: str) -> UnitSpec:
@@ -682,4 +1089,5 @@ def _specify(group: FSDPParamGroup, name: str, chunk: str) -> UnitSpec:
         bytes=size,
         gradient_bytes=gradient,
         trainable=gradient > 0,
+        replicas=getattr(group.mesh_info, "replicate_mesh_size", 1),
     )

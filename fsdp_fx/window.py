@@ -14,18 +14,22 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, ParamSpec
 
+from .agreement import Agreements, RanksDisagreeError
+from .calls import Backward, DelayedUses, ForwardCall, Use
 from .library import BoundProgram, Key, ProgramLibrary
 from .recording import Recording
 from .residency import Residency
-from .trace import Phase, Trace
+from .torch_internals import current_graph_task
+from .trace import Event, Phase, Trace
 from .units import Communication, Unit
 
-__all__ = ["ClosedWindow", "ForwardCall", "IncompleteWindowError", "Use", "Window"]
+__all__ = ["ClosedWindow", "IncompleteWindowError", "ReduceGradients", "Window"]
 
 ReduceGradients = Literal["per_backward", "per_window"]
+Arguments = ParamSpec("Arguments")
+_END = "the window's end"
 
 
 class IncompleteWindowError(RuntimeError):
@@ -44,66 +48,6 @@ class ClosedWindow(NamedTuple):
     divergence: str | None
 
 
-@dataclass(eq=False, slots=True)
-class ForwardCall:
-    """One entry into a chunk's forward, and the backward that belongs to it.
-
-    Attributes:
-        chunk: name of the chunk.
-        window: number of the window that it belongs to.
-        microbatch: index among the chunk's training forwards of the window; -1 for
-            an evaluation.
-        training: whether its events are recorded.
-        compiled: whether it was entered under torch.compile.
-        captured: whether a captured graph ran in it.
-        finished: whether the forward returned.
-        needs_backward: whether some output can be differentiated.
-        has_backward: whether a backward through it has begun.
-        outstanding: per unit, forward uses whose backward is still to come.
-    """
-
-    chunk: str
-    window: int
-    microbatch: int
-    training: bool
-    compiled: bool = False
-    captured: bool = False
-    finished: bool = False
-    needs_backward: bool = False
-    has_backward: bool = False
-    outstanding: dict[Unit, int] = field(default_factory=dict)
-
-    def __str__(self) -> str:
-        kind = f"microbatch {self.microbatch}" if self.training else "an evaluation"
-        return f"chunk {self.chunk}, {kind}"
-
-
-@dataclass(eq=False, slots=True)
-class Use:
-    """A stretch of compute during which a unit's full parameters are needed.
-
-    Attributes:
-        unit: the unit.
-        phase: ``"F"`` or ``"B"``.
-        call: the forward call it belongs to.
-        position: position of its event in the window, or None where there is no
-            event: in an evaluation and in a recomputation.
-        contributes: whether its end completes a forward use that is outstanding.
-        recomputes: whether it is a forward inside a backward.
-        gathered: whether it brought the unit in, and so frees it where no program says.
-        open: whether it is still under way.
-    """
-
-    unit: Unit
-    phase: Phase
-    call: ForwardCall
-    position: int | None
-    contributes: bool = False
-    recomputes: bool = False
-    gathered: bool = True
-    open: bool = True
-
-
 class Window:
     """The window under way, its cursor, and the program that it follows.
 
@@ -115,9 +59,11 @@ class Window:
     Attributes:
         number: windows closed or aborted before this one.
         cursor: position of the next event.
+        agreements: compares events with those of the other ranks.
         current: the chunk's forward that is running, innermost last.
         backward_call: the forward call whose backward is running.
         on_open: called before the first event of each window.
+        on_overdue: called to close a window whose close was put off.
         closes_itself: whether windows are closed at the end of an autograd pass; for
             messages.
     """
@@ -135,7 +81,9 @@ class Window:
         self.communication: Communication | None = None
         self.number = 0
         self._evaluating = 0
+        self.agreements = Agreements()
         self.on_open: Callable[[], None] | None = None
+        self.on_overdue: Callable[[], None] | None = None
         self.closes_itself = False
         self._begin()
 
@@ -145,16 +93,34 @@ class Window:
         self.current: list[ForwardCall] = []
         self.backward_call: ForwardCall | None = None
         self.failure: str | None = None
+        self._overdue = False
         self.divergence: str | None = None
         self._opened = False
         self._calls: list[ForwardCall] = []
-        self._microbatches: dict[str, int] = {}
-        self._backward_uses: list[Use] = []
-        self._recomputed: set[Unit] = set()
+        self._microbatches: dict[tuple[str, str | None], int] = {}
+        self._backwards: dict[Backward, None] = {}
+        self._delayed: list[DelayedUses] = []
+        self._recomputed: dict[Unit, None] = {}
+        self._repeated: list[tuple[object, ForwardCall]] = []
         self._passes: list[int] = []
+        self._accumulating: set[int] = set()
         self._trains = False  # whether the outermost pass reached a training forward
         self._recording = Recording()
         self._with_gradients: set[Unit] = set()
+
+    def put_off_close(self) -> None:
+        """Close with what comes next: a pass ended inside of another that has had no event.
+
+        That one may still have events, and its end is heard of from its first event on.
+        """
+        self._overdue = True
+        self._finish_reductions()
+
+    def close_if_overdue(self) -> None:
+        """Close the window if that was put off and no autograd pass is running."""
+        if self._overdue and self.on_overdue is not None and current_graph_task() == -1:
+            self._overdue = False
+            self.on_overdue()
 
     @property
     def is_open(self) -> bool:
@@ -168,23 +134,30 @@ class Window:
 
     # Calls
 
-    def open_call(self, chunk: str, training: bool, compiled: bool) -> ForwardCall:
-        """A chunk's forward begins.
+    def open_call(
+        self, chunk: str, training: bool, compiled: bool, module: str | None = None
+    ) -> ForwardCall:
+        """The forward of a chunk begins, or that of a module which is entered without it.
 
         Args:
             chunk: name of the chunk.
             training: False for an evaluation.
             compiled: whether it runs under torch.compile.
+            module: the unit whose module is entered, if it is not the chunk.
         """
+        self.close_if_overdue()
         training = training and not self._evaluating
         microbatch = -1
         if training:
             if self._passes:
                 self.fail(f"an autograd pass did not end before a forward of {chunk} began")
             self._open()
-            microbatch = self._microbatches.get(chunk, 0)
-            self._microbatches[chunk] = microbatch + 1
-        call = ForwardCall(chunk, self.number, microbatch, training, compiled=compiled)
+            counter = (chunk, module)
+            microbatch = self._microbatches.get(counter, 0)
+            self._microbatches[counter] = microbatch + 1
+        call = ForwardCall(
+            chunk, self.number, microbatch, training, compiled=compiled, module=module
+        )
         if training:
             self._calls.append(call)
         elif self.communication is not None:
@@ -202,21 +175,77 @@ class Window:
         """
         call.finished = True
         call.needs_backward = needs_backward
+        self.suspend_call(call)
+
+    def suspend_call(self, call: ForwardCall) -> None:
+        """A call that has not returned lets others run: its modules are called one by one."""
         if call in self.current:
             self.current.remove(call)
+
+    def resume_call(self, call: ForwardCall) -> None:
+        """Undo :meth:`suspend_call`: a module of the call runs."""
+        self.current.append(call)
 
     def fail(self, what: str) -> None:
         """An exception crossed the window: it will not be accepted as whole."""
         if self.failure is None:
             self.failure = what
 
+    def collective_failed(self, what: str, unit: Unit, error: Exception) -> None:
+        """A collective raised ``error``: say where, and whether ranks that differ are why.
+
+        Args:
+            what: ``"gather"`` or ``"reduction"``.
+            unit: the unit.
+            error: gets a note.
+
+        Raises:
+            RanksDisagreeError: another rank has found out that the ranks differ.
+        """
+        self.fail(f"the {what} of unit {unit.spec.name} failed")
+        if self.following is not None:
+            events: Sequence[Event] = self.following.program.trace.events[: self.cursor]
+        else:
+            events = self._recording.events
+        after = f"after event {len(events) - 1} ({events[-1]})" if events else "before any event"
+        error.add_note(
+            f"fsdp_fx: the {what} of unit {unit.spec.name} failed in window {self.number}, {after}; "
+            "call abort() on every rank before the step is repeated"
+        )
+        try:
+            verdict = self.agreements.verdict
+        except RuntimeError as unreachable:
+            error.add_note(f"fsdp_fx: whether the ranks differ is not known: {unreachable}")
+            return
+        if verdict is not None:
+            raise RanksDisagreeError(verdict) from error
+
+    def _forget_deleted(self) -> None:
+        """A model may be deleted while its context, with other chunks, goes on."""
+        self.units[:] = [unit for unit in self.units if unit.is_alive]
+
+    def _agree(
+        self, compare: Callable[Arguments, None], *args: Arguments.args, **kwargs: Arguments.kwargs
+    ) -> None:
+        """Compare with the other ranks; a window in which they differ is not whole."""
+        try:
+            compare(*args, **kwargs)
+        except RanksDisagreeError as error:
+            self.fail(str(error))
+            raise
+
     def _open(self) -> None:
         if self._opened:
             return
+        self._forget_deleted()
+        self.agreements.begin(self.number)
         if self.on_open is not None:
             self.on_open()
         self._opened = True
         self.following = self.library.latest
+        if self.following is None:
+            units = tuple(unit.spec for unit in self.units)
+            self._agree(self.agreements.depart, units, (), "a window to write down", "any program")
         self._with_gradients = {unit for unit in self.units if unit.has_reduced_gradients}
         if self.communication is not None:
             self.communication.wait_for_compute()
@@ -273,7 +302,8 @@ class Window:
     def _record(self, unit: Unit, phase: Phase, call: ForwardCall) -> Use:
         position = self.cursor
         self.cursor = position + 1
-        self._recording.add(unit, phase, call.microbatch, end=position)
+        event = self._recording.add(unit, phase, call.microbatch, end=position)
+        self._agree(self.agreements.record, event)
         self.residency.acquire(unit)
         return Use(unit, phase, call, position)
 
@@ -281,7 +311,7 @@ class Window:
         """A forward inside a backward needs ``unit``: gathered if absent, not an event."""
         call = self.backward_call or ForwardCall("", self.number, -1, False)
         self.residency.acquire(unit)
-        self._recomputed.add(unit)
+        self._recomputed[unit] = None
         return Use(unit, "F", call, None, recomputes=True)
 
     def end(self, use: Use) -> None:
@@ -295,8 +325,6 @@ class Window:
         if use.recomputes:
             return
         if use.phase == "B":
-            if use in self._backward_uses:
-                self._backward_uses.remove(use)
             self._end_backward(use)
             return
         if use.position is None or self.following is None:
@@ -310,7 +338,8 @@ class Window:
 
     def _end_backward(self, use: Use) -> None:
         unit, residency = use.unit, self.residency
-        complete = self.contribute(unit, use.call, use.contributes)
+        accumulates = use.accumulates or current_graph_task() in self._accumulating
+        complete = self.contribute(unit, use.call, use.contributes, accumulates)
         if use.position is None or self.following is None:
             if use.gathered:
                 residency.free(unit)
@@ -324,33 +353,52 @@ class Window:
         step = self.following.steps[use.position]
         for other in step.frees:
             residency.free(other)
+        # Also where a forward use is outstanding: its output was not in the loss when the
+        # program was recorded, and the close would reduce what the program reduces here.
         for other in step.reduces:
-            if other is not unit or complete:
-                residency.reduce(other)
+            residency.reduce(other, other not in step.partial)
         if complete and unit not in step.reduces:
             residency.keep_gradients(unit)
 
-    def contribute(self, unit: Unit, call: ForwardCall, counted: bool = True) -> bool:
+    def contribute(
+        self, unit: Unit, call: ForwardCall, counted: bool = True, accumulates: bool = True
+    ) -> bool:
         """A backward of ``unit`` has computed its part of the gradient.
+
+        Which parameters have one on this rank plays no part: every rank gets the same
+        answer.
 
         Args:
             unit: the unit.
             call: the forward call it belongs to.
             counted: whether the forward use was counted as outstanding.
+            accumulates: whether the autograd pass adds gradients to parameters at all.
 
         Returns:
             Whether every contribution of the microbatch is in.
         """
+        if not accumulates:
+            return False
         outstanding = call.outstanding
         if counted:
             outstanding[unit] = outstanding.get(unit, 0) - 1
-        return unit.spec.trainable and outstanding.get(unit, 0) <= 0
+        planned = unit.spec.trainable
+        # Unfrozen in the middle of the window: reduced at its close.
+        unit.contributed = unit.contributed or planned or unit.trainable
+        return planned and outstanding.get(unit, 0) <= 0
 
     def _reduce_unplanned(self, unit: Unit, call: ForwardCall) -> None:
         if self.reduce_gradients == "per_backward" or not call.training:
-            self.residency.reduce(unit)
+            self.residency.reduce(unit, not self.keeps_partial_sums(unit, call))
         else:
             self.residency.keep_gradients(unit)
+
+    def keeps_partial_sums(self, unit: Unit, call: ForwardCall) -> bool:
+        """Whether a reduction that no program has planned leaves the all-reduce to the close.
+
+        Nobody knows which reduction of the window will be the unit's last.
+        """
+        return call.training and unit.spec.replicas > 1
 
     # Compiled calls
 
@@ -382,7 +430,8 @@ class Window:
                 self.cursor = stop
                 return position
         for index, unit in enumerate(units):
-            self._recording.add(unit, phase, call.microbatch, end=position + ends[index])
+            event = self._recording.add(unit, phase, call.microbatch, end=position + ends[index])
+            self._agree(self.agreements.record, event, ends[index] - index)
         self.cursor = position + count
         return None
 
@@ -403,6 +452,15 @@ class Window:
         assert left is not None
         position = self.cursor
         prefix = left.keys[:position]
+        here = position
+        while here < len(left.keys) and left.keys[here] == found[here - position]:
+            here += 1
+        unit, phase = found[here - position]
+        before = left.program.trace.events[:here]
+        # Not gathered before every rank has come here: it is not what they expect.
+        event = Event(unit.spec.name, phase, left.keys[:here].count((unit, phase)))
+        units, expected = left.program.trace.units, self._expected(left, here)
+        self._agree(self.agreements.depart, units, before, event, expected)
         other = self.library.going_on(prefix, found)
         if other is not None:
             self.following = other
@@ -410,22 +468,21 @@ class Window:
             wanted = other.resident_before(position) | {found[0][0]}
             self.residency.free_idle([unit for unit in self.units if unit not in wanted])
             return True
-        here = position
-        while here < len(left.keys) and left.keys[here] == found[here - position]:
-            here += 1
-        unit, phase = found[here - position]
         self._diverge(left, position, here, f"{unit.spec.name} {phase}")
         self.residency.free_idle([unit for unit in self.units if unit is not found[0][0]])
         return False
 
     def _diverge(self, left: BoundProgram, position: int, here: int, found: str) -> None:
         """From ``position`` on no program is followed: event ``here`` was another."""
-        events = left.program.trace.events
-        expected = str(events[here]) if here < len(events) else "the window's end"
-        self.divergence = f"at event {here}: expected {expected}, found {found}"
+        self.divergence = f"at event {here}: expected {self._expected(left, here)}, found {found}"
         self.residency.stats.divergences += 1
         self.following = None
         self._recording = Recording.beginning_of(left, position)
+
+    @staticmethod
+    def _expected(left: BoundProgram, here: int) -> str:
+        events = left.program.trace.events
+        return str(events[here]) if here < len(events) else _END
 
     # Autograd passes
 
@@ -450,12 +507,42 @@ class Window:
         self._trains = self._trains or call.training
         self.backward_call = call
 
+    def begin_repetition(self, calls: Sequence[tuple[object, ForwardCall]]) -> None:
+        """A reentrant checkpoint is about to run whole forward calls again.
+
+        Args:
+            calls: what was entered, and the call that this began, in order.
+
+        Raises:
+            RuntimeError: one belongs to a window that is closed or aborted.
+        """
+        for _, call in calls:
+            self.enter_backward(call)
+        self._repeated = list(calls)
+
+    def repeat_call(self, entered: object) -> ForwardCall | None:
+        """The call that began when ``entered`` was entered and that is now run again, if any."""
+        for index, (other, call) in enumerate(self._repeated):
+            if other is entered:
+                del self._repeated[index]
+                self.enter_backward(call)
+                return call
+        return None
+
     def enter_pass(self, graph_task: int) -> bool:
         """Note the autograd pass under way; True if it is new, and its end wants a callback."""
         if graph_task in self._passes:
             return False
         self._passes.append(graph_task)
         return True
+
+    def note_accumulation(self) -> None:
+        """The autograd pass that is running adds gradients to parameters.
+
+        A module that takes no differentiable input and uses none of its parameters on
+        this rank cannot tell; those around and inside it can.
+        """
+        self._accumulating.add(current_graph_task())
 
     def leave_pass(self, graph_task: int) -> bool:
         """An autograd pass ended.
@@ -471,24 +558,86 @@ class Window:
             self._passes.remove(graph_task)
         if self._passes:
             return False
-        for use in list(self._backward_uses):
-            self.end(use)
+        for backward in list(self._backwards):
+            backward.end()
+        self._backwards.clear()
+        self._accumulating.clear()
         if self._recomputed:
             following = self.following
             wanted = following.resident_before(self.cursor) if following is not None else set()
             self.residency.free_idle([u for u in self._recomputed if u not in wanted])
             self._recomputed.clear()
+        self._repeated = []
         self.backward_call = None
         trained, self._trains = self._trains, False
         return trained
 
-    def track_backward(self, use: Use) -> None:
-        """Have :meth:`leave_pass` end ``use`` if nothing else does."""
-        self._backward_uses.append(use)
+    def track_backward(self, backward: Backward) -> None:
+        """Have :meth:`leave_pass` end ``backward`` unless :meth:`untrack_backward` is called."""
+        self._backwards[backward] = None
+
+    def untrack_backward(self, backward: Backward) -> None:
+        """``backward`` has ended by itself."""
+        self._backwards.pop(backward, None)
+
+    # Delayed weight gradients
+
+    def delay(self, units: tuple[Unit, ...], call: ForwardCall, uses: Sequence[Use]) -> None:
+        """A backward has run but for the gradients of weights: its uses go on.
+
+        Args:
+            units: the units; :meth:`weight_gradients` of the same ones ends the uses.
+            call: the forward call it belongs to.
+            uses: its uses.
+        """
+        if uses:
+            self._delayed.append(DelayedUses(units, call, tuple(uses)))
+
+    @contextlib.contextmanager
+    def weight_gradients(self, units: tuple[Unit, ...], name: str) -> Iterator[None]:
+        """The oldest delayed weight gradients of ``units`` are computed inside.
+
+        Args:
+            units: what :meth:`delay` was given.
+            name: what messages call them.
+
+        Raises:
+            RuntimeError: none are delayed.
+        """
+        delayed = next((each for each in self._delayed if each.units == units), None)
+        if delayed is None:
+            raise RuntimeError(
+                f"no weight gradients of {name} are delayed: run its backward to the end before "
+                "weight_gradients(), and enter that once per backward"
+            )
+        number = self.number
+        for unit in units:
+            unit.expose()
+        set_aside = [unit.set_gradients_aside() for unit in units]
+        try:
+            yield
+        except BaseException:
+            if number == self.number:
+                self.fail(f"an exception crossed the weight gradients of {delayed.call}")
+            raise
+        finally:
+            if number == self.number:
+                for unit, gradients in zip(units, set_aside, strict=True):
+                    unit.take_gradients_back(gradients)
+                    unit.conceal()
+        if number != self.number:
+            return  # aborted inside
+        self._delayed.remove(delayed)
+        for use in delayed.uses:
+            # Autograd does not see what adds to the gradients here.
+            use.accumulates = True
+            self.end(use)
 
     # The close
 
-    def close(self, every_forward: bool = True) -> ClosedWindow:
+    def close(
+        self, every_forward: bool = True, commit: Callable[[Trace], None] | None = None
+    ) -> ClosedWindow:
         """End the window: wait for reductions, free every unit, cursor to 0.
 
         Does nothing in a window in which nothing has happened.
@@ -496,28 +645,41 @@ class Window:
         Args:
             every_forward: whether a forward that can be differentiated must have had
                 its backward.
+            commit: called with the trace of a window that was written down, before it
+                is closed.
 
         Raises:
             IncompleteWindowError: the window is not whole. It stays open.
+            RanksDisagreeError: another rank's window was another. It stays open, to be
+                discarded with :meth:`abort`.
         """
         if not self._opened:
+            self._forget_deleted()
             self._finish_reductions()
             return ClosedWindow(None, None)
         self._require_whole(every_forward)
+        if self.cursor == 0:  # it closes itself, and no unit was used
+            self._finish_reductions()
+            self.number += 1
+            self._begin()
+            return ClosedWindow(None, None)
         left = self.following
         if left is not None and self.cursor < len(left.keys):
             self._end_early(left)
         self.flush_gradients()
         self.residency.free_idle(self.units)
         stats = self.residency.stats
-        stats.windows += 1
         trace = None
         if self.following is not None:
-            stats.replayed_windows += 1
+            self._agree(self.agreements.look)
             self.library.touch(self.following)
+            stats.replayed_windows += 1
         else:
-            stats.recorded_windows += 1
             trace = self._recording.trace(self.units)
+            if commit is not None:
+                self._agree(commit, trace)
+            stats.recorded_windows += 1
+        stats.windows += 1
         closed = ClosedWindow(trace, self.divergence)
         self.number += 1
         self._begin()
@@ -526,12 +688,15 @@ class Window:
     def _end_early(self, left: BoundProgram) -> None:
         # Whole, but with fewer events than the program: a batch with fewer
         # microbatches. The close is then the event that differs.
+        trace = left.program.trace
+        before, expected = trace.events[: self.cursor], self._expected(left, self.cursor)
+        self._agree(self.agreements.depart, trace.units, before, _END, expected)
         shorter = self.library.exactly(left.keys[: self.cursor])
         if shorter is not None:
             self.following = shorter
             self.residency.stats.switches += 1
             return
-        self._diverge(left, self.cursor, self.cursor, "the window's end")
+        self._diverge(left, self.cursor, self.cursor, _END)
 
     def flush_gradients(self, chunk: str | None = None) -> None:
         """Reduce what is not reduced yet and make the current stream wait for all of it.
@@ -540,29 +705,51 @@ class Window:
             chunk: only the units of this chunk; None for all.
         """
         for unit in self.units:
-            if (chunk is None or unit.spec.chunk == chunk) and unit.has_gradients:
+            if chunk is not None and unit.spec.chunk != chunk:
+                continue
+            if unit.contributed or unit.has_gradients:
                 self.residency.reduce(unit)
                 if self.recording:
                     self._recording.complete_at_close(unit)
+            elif unit.has_partial_sums:
+                self.residency.reduce(unit)
         self._finish_reductions()
+
+    def _last_event(self) -> str:
+        """The event that began last, for a message."""
+        if self.following is not None:
+            events: Sequence[Event] = self.following.program.trace.events[: self.cursor]
+        else:
+            events = self._recording.events
+        return f" after {events[-1]} (event {len(events) - 1})" if events else ""
 
     def _require_whole(self, every_forward: bool) -> None:
         problem = self.failure
         if problem is None and self._passes:
-            problem = "an autograd pass has not ended: an exception crossed it"
+            problem = f"an autograd pass has not ended: an exception crossed it{self._last_event()}"
         if problem is None:
             for call in self._calls:
                 if not call.finished:
-                    problem = f"the forward of {call} did not return"
+                    ended = "return" if call.last is None else f"reach {call.last}"
+                    problem = f"the forward of {call} did not {ended}"
                 elif every_forward and call.needs_backward and not call.has_backward:
                     problem = f"the backward of {call} is missing"
+                elif every_forward and call.awaited:
+                    problem = f"the backward of {call.awaited[0]} in {call} is missing"
                 if problem is not None:
                     break
+        if problem is None and self._delayed:
+            delayed = self._delayed[0]
+            problem = (
+                f"the delayed weight gradients of unit {delayed.units[0].spec.name}, "
+                f"microbatch {delayed.call.microbatch} are missing: compute them in "
+                "`with ctx.weight_gradients(owner):`"
+            )
         if problem is None:
             held = next((unit for unit in self.units if unit.holds), None)
             if held is not None:
                 problem = f"unit {held.spec.name} is still in use"
-        if problem is None and self.cursor == 0:
+        if problem is None and self.cursor == 0 and every_forward:
             problem = "it has no compute event"
         if problem is None:
             return
@@ -589,6 +776,7 @@ class Window:
             Units that had gradients before the window began: theirs now hold a part
             of it and are left alone.
         """
+        self._forget_deleted()
         self._finish_reductions()
         self.residency.reset(self.units)
         tainted = []
@@ -598,7 +786,8 @@ class Window:
                     tainted.append(unit)
                 else:
                     unit.clear_reduced_gradients()
-            self.number += 1
             self.residency.stats.aborts += 1
+        # Also if nothing had happened on this rank yet: on another it may have.
+        self.number += 1
         self._begin()
         return tainted

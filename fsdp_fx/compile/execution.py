@@ -16,11 +16,12 @@ from typing import Any, Literal
 
 from torch import fx
 
+from ..calls import ForwardCall
 from ..context import FSDPContext, context_of_unit
 from ..library import BoundProgram, BoundStep
 from ..report import GraphKey
 from ..units import Unit, unit_of_tensor
-from ..window import ForwardCall, Window
+from ..window import Window
 from .lowering import SliceStep, graph_events, lower
 from .regions import CompiledRegion, SplitGraph
 
@@ -100,13 +101,17 @@ class ScheduledGraph:
         call = self._current_call(window)
         backward = self.direction == "backward"
         call.captured = True
-        keeps = not (backward and self._for_inputs_only(units, inputs))
+        accumulates = self._accumulates(units, inputs) if backward else None
+        keeps = accumulates is not False
+        if accumulates:
+            window.note_accumulation()
         if self._differentiable and not backward:
             for event in self._events:
                 unit = units[event.slot]
                 call.outstanding[unit] = call.outstanding.get(unit, 0) + 1
         complete = tuple(
-            backward and window.contribute(units[event.slot], call) for event in self._events
+            backward and window.contribute(units[event.slot], call, accumulates=keeps)
+            for event in self._events
         )
         start = window.cursor
         position: int | None = None
@@ -122,7 +127,7 @@ class ScheduledGraph:
                 window.note_reductions(start, [i for i, done in enumerate(complete) if done])
             # An evaluation frees what it has brought in, and nothing that was there before.
             frees = tuple(call.training or not (unit.unsharded or unit.in_flight) for unit in units)
-            bound = self._on_demand(context, call, complete, frees, keeps)
+            bound = self._on_demand(context, units, call, complete, frees, keeps)
         else:
             assert window.following is not None
             bound = self._slice(context, window.following, position, units, call, complete, keeps)
@@ -200,30 +205,36 @@ class ScheduledGraph:
             return window.current[-1]
         return ForwardCall("", window.number, -1, training=False)
 
-    def _for_inputs_only(self, units: Sequence[Unit], inputs: Sequence[Any]) -> bool:
-        """Whether the autograd pass is ``autograd.grad()``: parameters get no gradient."""
+    def _accumulates(self, units: Sequence[Unit], inputs: Sequence[Any]) -> bool | None:
+        """Whether the autograd pass adds gradients to parameters: ``autograd.grad()`` does not.
+
+        None if the graph has no trainable parameter to ask.
+        """
         for unit, places in zip(units, self._places_of_slot, strict=True):
             for place in places:
                 accumulates = unit.accumulates(inputs[place])
                 if accumulates is not None:
-                    return not accumulates
-        return False
+                    return accumulates
+        return None
 
     # Slices
 
     def _on_demand(
         self,
         context: FSDPContext,
+        units: Sequence[Unit],
         call: ForwardCall,
         complete: Sequence[bool],
         frees: Sequence[bool],
         keeps: bool,
     ) -> _BoundSlice:
         per_backward = context.window.reduce_gradients == "per_backward" or not call.training
+        partial = [context.window.keeps_partial_sums(unit, call) for unit in units]
         steps = tuple(
             SliceStep(
                 frees=(event.slot,) if frees[event.slot] else (),
                 reduces=(event.slot,) if done and per_backward else (),
+                partial=(event.slot,) if done and per_backward and partial[event.slot] else (),
                 keeps=(event.slot,) if done and not per_backward else (),
             )
             for event, done in zip(self._events, complete, strict=True)
@@ -277,7 +288,8 @@ class ScheduledGraph:
                 gathers=refer(step.gathers),
                 prefetches=refer(step.prefetches),
                 frees=refer(step.frees),
-                reduces=refer([u for u in step.reduces if u is not step.unit or done]),
+                reduces=refer(reduced := [u for u in step.reduces if u is not step.unit or done]),
+                partial=refer([u for u in reduced if u in step.partial]),
                 keeps=refer([step.unit] if done and step.unit not in step.reduces else []),
             )
             for step, done in zip(steps, complete, strict=True)

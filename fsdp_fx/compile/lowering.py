@@ -53,6 +53,7 @@ class SliceStep:
         prefetches: unit inputs to gather after that.
         frees: unit inputs to free when the unit is no longer needed.
         reduces: unit inputs to reduce when the slot's gradients exist.
+        partial: those of ``reduces`` that are not all-reduced over their replicas yet.
         keeps: unit inputs whose gradients are kept full, in the reduction dtype.
     """
 
@@ -60,6 +61,7 @@ class SliceStep:
     prefetches: tuple[int, ...] = ()
     frees: tuple[int, ...] = ()
     reduces: tuple[int, ...] = ()
+    partial: tuple[int, ...] = ()
     keeps: tuple[int, ...] = ()
 
 
@@ -144,7 +146,8 @@ def lower(
             gradients = graph.call_function(pack, tuple(values[name] for _, name in pairs))
             call(unit[event.slot], "add_gradients", parameters, gradients)
         for index in step.reduces:
-            call(residency, "reduce", unit[index])
+            partial = (False,) if index in step.partial else ()
+            call(residency, "reduce", unit[index], *partial)
         for index in step.keeps:
             call(residency, "keep_gradients", unit[index])
 

@@ -4,10 +4,8 @@ For each module that ``fully_shard`` was called on, and for each chunk:
 
 - the forward pre-hook begins a use of the module's units and lets the modules show
   the unsharded parameters; the forward hook ends it;
-- a hook on each differentiable output begins the backward use, when the first
-  gradient arrives; an identity on the differentiable inputs ends it, when the
-  module's gradients have all been computed; the end of the autograd pass ends what
-  is left (inputs that need no gradient, outputs that were not in the loss).
+- the first gradient of an output begins the backward use; it ends when those of the
+  inputs have been computed, or with the autograd pass (:mod:`fsdp_fx.eager.backward`).
 
 Under torch.compile the hooks inside a captured graph leave no trace, and the same
 hooks fire where code runs eagerly. A module that is entered from eager code while
@@ -22,88 +20,35 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from types import MethodType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
 
+from ..calls import ForwardCall, Use
 from ..torch_internals import (
     active_compile_callback,
     add_forward_hook,
     add_forward_pre_hook,
     compile_backend,
     current_graph_task,
-    queue_callback,
+    differentiated_function,
     remove_forward_hooks,
     skip_code,
 )
 from ..units import ShardedModule, Unit, unit_of_tensor
-from ..window import ForwardCall, Use, Window
+from ..window import Window
+from .backward import accumulates, mark_inputs, watch_output, watch_pass
+from .casts import CAST_KEY, install_input_cast, install_output_cast
+from .tensors import differentiable_tensors
 
-__all__ = ["ModuleHooks", "differentiable_tensors"]
+__all__ = ["BackwardOf", "ModuleHooks", "refuse_parameter", "shows_sharded"]
 
 _KEY = "fsdp_fx"
-_CAST_KEY = "fsdp_fx.cast"
-
-
-def _map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
-    """Apply ``function`` to every tensor in nested containers and dataclasses.
-
-    A container in which nothing changes stays the same object: a module may be given a
-    list to append to.
-    """
-    if isinstance(value, torch.Tensor):
-        return function(value)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        changes = {}
-        for field in dataclasses.fields(value):
-            old = getattr(value, field.name)
-            new = _map_tensors(function, old)
-            if new is not old:
-                changes[field.name] = new
-        return dataclasses.replace(value, **changes) if changes else value
-    if isinstance(value, tuple) and type(value) is tuple:
-        # The arguments themselves: each keeps its identity on its own.
-        return tuple(_map_tensors(function, item) for item in value)
-    if type(value) is dict:
-        return {key: _map_tensors(function, item) for key, item in value.items()}
-    leaves, structure = pytree.tree_flatten(value)
-    if len(leaves) == 1 and leaves[0] is value:
-        return value
-    mapped = [_map_tensors(function, leaf) for leaf in leaves]
-    if all(new is old for new, old in zip(mapped, leaves, strict=True)):
-        return value
-    return pytree.tree_unflatten(mapped, structure)
-
-
-def differentiable_tensors(value: Any) -> list[torch.Tensor]:
-    """The tensors in ``value`` that need a gradient: nested containers, dataclasses."""
-    found: list[torch.Tensor] = []
-
-    def visit(item: Any) -> None:
-        if isinstance(item, torch.Tensor):
-            if item.requires_grad:
-                found.append(item)
-        elif dataclasses.is_dataclass(item) and not isinstance(item, type):
-            for field in dataclasses.fields(item):
-                visit(getattr(item, field.name))
-        elif isinstance(item, (list, tuple)):
-            for each in item:
-                visit(each)
-        elif isinstance(item, dict):
-            for each in item.values():
-                visit(each)
-        else:
-            leaves = pytree.tree_leaves(item)
-            if not (len(leaves) == 1 and leaves[0] is item):
-                for leaf in leaves:
-                    visit(leaf)
-
-    visit(value)
-    return found
+_FRAMED = "_fsdp_fx_framed"
+# Looked up on the module itself: its class has others that do the same.
+_REFUSED = ("__deepcopy__", "__reduce_ex__")
 
 
 class BackwardOf:
@@ -112,74 +57,66 @@ class BackwardOf:
     Args:
         hooks: the module's hooks.
         call: the forward call it belongs to.
-        counted: whether the forward counts as outstanding until the backward ends.
     """
 
-    __slots__ = ("call", "counted", "hooks", "uses")
+    __slots__ = ("call", "exposed", "hooks", "uses")
 
-    def __init__(self, hooks: ModuleHooks, call: ForwardCall, counted: bool) -> None:
+    def __init__(self, hooks: ModuleHooks, call: ForwardCall) -> None:
         self.hooks = hooks
         self.call = call
-        self.counted = counted
         self.uses: list[Use] = []
+        self.exposed: list[Unit] = []
 
     def begin(self) -> None:
         """The first gradient of an output has arrived."""
         if not any(use.open for use in self.uses):
             self.uses.clear()
-            self.hooks.begin_backward(self)
+            self.hooks.begin_backward(self, self.hooks.units)
 
     def end(self) -> None:
         """The gradients of the inputs have been computed."""
-        window = self.hooks.window
-        uses, self.uses = self.uses, []
-        for use in uses:
-            if use.open:
-                window.end(use)
+        self.hooks.end_backward(self)
 
 
-class _OutputHook:
-    """The hook on one differentiable tensor, for every module whose output it is.
+def refuse_parameter(module: nn.Module, output: torch.Tensor, units: Sequence[Unit]) -> None:
+    """Raise if ``output`` is a parameter of ``units`` or a view of one.
 
-    A parent that returns what its child returned has the same tensor as output. The
-    parent's backward begins first, as it would if they differed. A parent that has
-    changed it in place has another: the gradient of what the tensor was comes later.
+    Raises:
+        RuntimeError: it is; names the module and the unit.
+    """
+    owner = unit_of_tensor(output)
+    if owner is not None and owner in units:
+        raise RuntimeError(
+            f"{type(module).__name__} returns a parameter of unit {owner.spec.name}, or a "
+            "view of one, and its memory is given back now: return a copy (.clone())"
+        )
+
+
+class _Repetition:
+    """The calls that a reentrant checkpoint around whole chunks runs again in its backward.
+
+    Before that backward begins it tells the window so, and which forwards come again.
     """
 
-    __slots__ = ("backwards", "version")
-    _ATTRIBUTE = "_fsdp_fx_output_hook"
+    __slots__ = ("calls", "hooks")
+    _ATTRIBUTE = "_fsdp_fx_repetition"
 
-    def __init__(self, version: int) -> None:
-        self.backwards: list[BackwardOf] = []
-        self.version = version
+    def __init__(self, hooks: ModuleHooks) -> None:
+        self.calls: list[tuple[object, ForwardCall]] = []
+        self.hooks = hooks
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> _OutputHook:
-        """The tensor's hook; registered if it has none, as it is now."""
-        hook: _OutputHook | None = getattr(tensor, cls._ATTRIBUTE, None)
-        if hook is None or hook.version != tensor._version:
-            hook = cls(tensor._version)
-            setattr(tensor, cls._ATTRIBUTE, hook)
-            tensor.register_hook(hook)
-        return hook
+    def of(cls, function: Any, hooks: ModuleHooks) -> _Repetition:
+        """The one of an autograd Function, by its ``ctx``; registered if it has none."""
+        repetition: _Repetition | None = getattr(function, cls._ATTRIBUTE, None)
+        if repetition is None:
+            repetition = cls(hooks)
+            setattr(function, cls._ATTRIBUTE, repetition)
+            function.register_prehook(repetition)
+        return repetition
 
-    def __call__(self, gradient: torch.Tensor) -> None:
-        for backward in reversed(self.backwards):
-            backward.begin()
-
-
-class _EndOfBackward(torch.autograd.Function):
-    """The identity on a module's inputs; its backward is the end of the module's."""
-
-    @staticmethod
-    def forward(ctx: Any, backward: BackwardOf, *tensors: torch.Tensor) -> Any:
-        ctx.backward_of = backward
-        return tensors
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        ctx.backward_of.end()
-        return (None, *gradients)
+    def __call__(self, gradients: Any) -> None:
+        self.hooks.begin_repetition(self.calls)
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -189,10 +126,11 @@ class _Entry:
     call: ForwardCall
     opened_call: bool
     recomputation: bool
-    uses: tuple[Use, ...]
-    backward: BackwardOf | None
-    exposed: tuple[Unit, ...]
+    repeated: bool  # whether a reentrant checkpoint's backward runs it again
     handling: BaseException | None  # what the caller of the forward is handling
+    uses: list[Use] = dataclasses.field(default_factory=list)
+    exposed: list[Unit] = dataclasses.field(default_factory=list)
+    backward: BackwardOf | None = None
 
 
 class ModuleHooks:
@@ -206,10 +144,12 @@ class ModuleHooks:
         inner_units: the units of the sharded modules below it.
         sharded: the ``fully_shard`` call it comes from, for its casts; None for a
             chunk that is not itself sharded.
-        is_chunk: whether the module is the chunk, whose forward is a call.
+        root: the chunk; where the module is it, its forward is a call.
         pass_end: called when an outermost autograd pass ends.
         ran_eagerly: called with a unit's and a chunk's name when the unit's hooks fire
             inside of a chunk that is compiled; with None where nothing was captured.
+        together: whether ``units`` has those of the sharded modules below, whose own
+            hooks are left out.
     """
 
     def __init__(
@@ -220,30 +160,42 @@ class ModuleHooks:
         units: Sequence[Unit],
         inner_units: Sequence[Unit],
         sharded: ShardedModule | None,
-        is_chunk: bool,
+        root: nn.Module,
         pass_end: Callable[[], None],
         ran_eagerly: Callable[[str | None, str], None],
+        together: bool = False,
     ) -> None:
         self.window = window
         self.module = weakref.ref(module)
         self.chunk = chunk
         self.units = tuple(units)
         self.inner_units = tuple(inner_units)
-        self.is_chunk = is_chunk
+        self.is_chunk = module is root
+        self._root = weakref.ref(root)
         self._pass_end = pass_end
         self._ran_eagerly = ran_eagerly
         self._entries: list[_Entry] = []
         self._warned_of_view = False
+        self.delays_weight_gradients = False
+        self._together = together
         self._install(module, sharded)
 
     def remove(self) -> None:
         """Take the hooks off the module."""
         module = self.module()
         if module is not None:
-            for key in (_KEY, _CAST_KEY):
+            for key in (_KEY, CAST_KEY):
                 remove_forward_hooks(module, key)
-            if getattr(module.__dict__.get("forward"), "__func__", None) is _forward_frame:
-                del module.forward
+            for name in _REFUSED:
+                module.__dict__.pop(name, None)
+            framed = type(module)
+            if framed.__dict__.get(_FRAMED, False):
+                module.__class__ = framed.__bases__[0]
+
+    @property
+    def backward_to_come(self) -> BackwardOf | None:
+        """The backward of the forward that is running, if there is such a forward and it has one."""
+        return self._entries[-1].backward if self._entries else None
 
     def forget(self) -> None:
         """Forget the forwards that are running: an exception crossed them."""
@@ -253,21 +205,29 @@ class ModuleHooks:
         if self.is_chunk and type(module).forward.__module__.startswith("torch.nn."):
             # torch.compile does not capture the frame of a forward of torch's own and would
             # inline the call instead, with the hooks, which must run outside of the graph.
-            module.forward = MethodType(_forward_frame, module)
+            module.__class__ = _framed(type(module))
+        # The hooks lead to the window, and with it to everything that is scheduled.
+        module.__dict__.update(dict.fromkeys(_REFUSED, _refuse_copy))
         before, after = self._before_forward, self._after_forward
         # Dynamo must neither trace these nor compile their frames on their own.
         before = torch._dynamo.disable(before)
         after = torch._dynamo.disable(after)
 
-        is_chunk = self.is_chunk
+        is_chunk, together = self.is_chunk, self._together
 
         def pre_hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
             if torch.compiler.is_compiling():
-                if is_chunk or _shows_sharded(module):
+                if is_chunk or shows_sharded(module):
                     # The capture began outside: nobody has shown it the unsharded parameters.
                     torch._dynamo.graph_break(
                         "fsdp_fx: the hooks of a module that a context schedules run outside of "
                         "graphs; compile the chunk itself instead of a function around it"
+                    )
+                elif together:
+                    # A graph would schedule each unit of the module on its own.
+                    torch._dynamo.graph_break(
+                        "fsdp_fx: a module that was adopted with together=[...] is entered outside "
+                        "of graphs; compile the chunk without fullgraph=True"
                     )
                 return None
             return before(module, args, kwargs, active_compile_callback())
@@ -278,16 +238,33 @@ class ModuleHooks:
             after(module, output)
 
         # The hooks run in this order: pre_hook, cast_inputs, forward, post_hook, cast_outputs.
-        if sharded is not None and sharded.input_dtype is not None:
-            add_forward_pre_hook(module, _CAST_KEY, _input_cast(sharded.input_dtype))
+        install_input_cast(module, sharded)
         add_forward_pre_hook(module, _KEY, pre_hook)
         add_forward_hook(module, _KEY, post_hook)
-        if sharded is not None and sharded.output_dtype is not None:
-            add_forward_hook(module, _CAST_KEY, _output_cast(sharded.output_dtype))
+        install_output_cast(module, sharded)
         skip_code(pre_hook.__code__)
         skip_code(post_hook.__code__)
 
     # Forward
+
+    @property
+    def running(self) -> bool:
+        """Whether a forward of the module is running."""
+        return bool(self._entries)
+
+    @property
+    def name(self) -> str:
+        """What messages call the module: by its unit."""
+        return self.units[0].spec.name.partition("[")[0] if self.units else self.chunk
+
+    def is_training(self, module: nn.Module) -> bool:
+        """Whether the chunk is in training mode, also where its modules are called without it.
+
+        Args:
+            module: the module, for where the chunk is gone.
+        """
+        root = self._root()
+        return (module if root is None else root).training
 
     def _before_forward(
         self,
@@ -297,43 +274,60 @@ class ModuleHooks:
         compile_callback: Callable[..., object] | None,
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         window = self.window
-        recomputation = current_graph_task() != -1
+        evaluates = window.evaluating or bool(window.current and not window.current[-1].training)
+        # With gradients off it is an evaluation, or what a reentrant checkpoint runs again.
+        checkpoint = None
+        if not (evaluates or torch.is_grad_enabled()):
+            checkpoint = differentiated_function()
+        opens_call = self.is_chunk or not window.current
+        trains = self.is_training(module) and (torch.is_grad_enabled() or checkpoint is not None)
+        recomputation = (
+            current_graph_task() != -1 and not evaluates and (trains or not self.is_chunk)
+        )
         if recomputation:
-            opened_call = False
-            uses = tuple(window.begin_recomputation(unit) for unit in self.units)
-            call = window.backward_call or ForwardCall(self.chunk, window.number, -1, False)
+            opens_call = False
+            self._watch_pass()
+            again = window.repeat_call(self)
+            whole = again is not None
+            call = (
+                again or window.backward_call or ForwardCall(self.chunk, window.number, -1, False)
+            )
+        elif opens_call:
+            whole = True
+            name = None if self.is_chunk else self.name
+            call = window.open_call(self.chunk, trains, compile_callback is not None, name)
         else:
-            opened_call = self.is_chunk or not window.current
-            if opened_call:
-                training = module.training and torch.is_grad_enabled()
-                call = window.open_call(self.chunk, training, compile_callback is not None)
-            else:
-                call = window.current[-1]
-                if call.compiled and self.units:
-                    self._ran_eagerly(self.units[0].spec.name, self.chunk)
-            uses = tuple(window.begin(unit, "F", call) for unit in self.units)
-        exposed = self.units
+            whole = False
+            call = window.current[-1]
+            if call.compiled and self.units:
+                self._ran_eagerly(self.units[0].spec.name, self.chunk)
+        repeated = checkpoint is not None and call.training
+        if repeated and whole:
+            _Repetition.of(checkpoint, self).calls.append((self, call))
+        # From here on the forward hook undoes what has been done, should a gather raise.
+        entry = _Entry(call, opens_call, recomputation, repeated, sys.exc_info()[1])
+        self._entries.append(entry)
+        for unit in self.units:
+            # Before the gather: it need not hide what it would show.
+            self._expose(unit, entry.exposed)
+            entry.uses.append(
+                window.begin_recomputation(unit) if recomputation else window.begin(unit, "F", call)
+            )
         if compile_callback is not None and self.inner_units:
             self._require_our_backend(module, compile_callback)
-            exposed = self.units + self.inner_units
-        for unit in exposed:
-            unit.expose()
-        handling = sys.exc_info()[1]
-        entry = _Entry(call, opened_call, recomputation, uses, None, exposed, handling)
-        self._entries.append(entry)
+            for unit in self.inner_units:
+                self._expose(unit, entry.exposed)
         if not torch.is_grad_enabled():
             return None
-        entry.backward = BackwardOf(self, call, counted=not recomputation)
+        entry.backward = BackwardOf(self, call)
         if not self.units:
             return None
-        tensors = differentiable_tensors((args, kwargs))
-        if not tensors:
-            return None
-        marked = iter(_EndOfBackward.apply(entry.backward, *tensors))
-        result: tuple[tuple[Any, ...], dict[str, Any]] = _map_tensors(
-            lambda tensor: next(marked) if tensor.requires_grad else tensor, (args, kwargs)
-        )
-        return result
+        return mark_inputs(entry.backward, args, kwargs)
+
+    @staticmethod
+    def _expose(unit: Unit, exposed: list[Unit]) -> None:
+        unit.expose()
+        exposed.append(unit)
 
     def _require_our_backend(
         self, module: nn.Module, compile_callback: Callable[..., object]
@@ -360,31 +354,34 @@ class ModuleHooks:
         failed = output is None and sys.exc_info()[1] is not entry.handling
         if failed and not entry.recomputation and entry.call.training:
             # Early-stopping recomputation also ends in an exception, by design.
-            window.fail(f"an exception crossed the forward of {type(module).__name__}")
+            window.fail(self._failure(module, entry.call))
         tensors = differentiable_tensors(output) if entry.backward is not None else []
         if entry.opened_call:
-            window.close_call(entry.call, needs_backward=bool(tensors))
+            window.close_call(entry.call, needs_backward=bool(tensors) or entry.repeated)
             if entry.call.compiled and not entry.call.captured and not failed:
                 self._ran_eagerly(None, self.chunk)
         for tensor in tensors:
-            owner = unit_of_tensor(tensor)
-            if owner is not None and owner in self.units:
-                raise RuntimeError(
-                    f"{type(module).__name__} returns a parameter of unit {owner.spec.name}, or a "
-                    "view of one, and its memory is given back now: return a copy (.clone())"
-                )
-        if not tensors:
-            return
-        backward = entry.backward
-        assert backward is not None
-        if backward.counted:
+            refuse_parameter(module, tensor, self.units)
+        if not entry.recomputation and (tensors or (entry.repeated and not failed)):
             outstanding = entry.call.outstanding
             for unit in self.units:
                 outstanding[unit] = outstanding.get(unit, 0) + 1
+        backward = entry.backward
+        if backward is None:
+            return
         for tensor in tensors:
             if tensor._base is not None:
                 self._warn_of_view(module)
-            _OutputHook.of(tensor).backwards.append(backward)
+            watch_output(backward, tensor)
+
+    def _failure(self, module: nn.Module, call: ForwardCall) -> str:
+        error = sys.exc_info()[1]
+        unit = f" (unit {self.units[0].spec.name})" if self.units else ""
+        text = "".join(f": {line}" for line in str(error).splitlines()[:1])
+        return (
+            f"an exception crossed the forward of {type(module).__name__}{unit} of {call} "
+            f"({type(error).__name__}{text})"
+        )
 
     def _warn_of_view(self, module: nn.Module) -> None:
         if self._warned_of_view or not self.units:
@@ -400,60 +397,85 @@ class ModuleHooks:
 
     # Backward
 
-    def begin_backward(self, backward: BackwardOf) -> None:
-        """Begin the backward use of each unit, and hear of the autograd pass's end."""
+    def begin_repetition(self, calls: Sequence[tuple[object, ForwardCall]]) -> None:
+        """The backward of a checkpoint around these calls begins; it runs them again."""
+        self.window.begin_repetition(calls)
+        self._watch_pass()
+
+    def begin_backward(
+        self, backward: BackwardOf, units: Sequence[Unit], contributes: bool = True
+    ) -> None:
+        """Begin the backward use of each unit, and hear of the autograd pass's end.
+
+        Args:
+            backward: the backward.
+            units: of the module's units those that it needs.
+            contributes: whether its end completes the forward use of the module.
+        """
         window = self.window
         window.enter_backward(backward.call)
         self._watch_pass()
-        for unit in self.units:
+        window.track_backward(backward)
+        for unit in units:
+            # A checkpoint may run parts of the module again that have no hooks of their own.
+            self._expose(unit, backward.exposed)
             use = window.begin(unit, "B", backward.call)
-            use.contributes = backward.counted
-            window.track_backward(use)
+            use.contributes = contributes
+            use.accumulates = accumulates(window, unit)
             backward.uses.append(use)
 
-    def _watch_pass(self) -> None:
-        task = current_graph_task()
-        window, pass_end = self.window, self._pass_end
-        if not window.enter_pass(task):
+    def end_backward(self, backward: BackwardOf) -> None:
+        """End the backward use of each unit, or let it go on until its weight gradients."""
+        window = self.window
+        window.untrack_backward(backward)
+        uses, backward.uses = [use for use in backward.uses if use.open], []
+        exposed, backward.exposed = backward.exposed, []
+        if backward.call.window == window.number or not backward.call.training:
+            for unit in exposed:
+                unit.conceal()
+        if self.delays_weight_gradients:
+            window.delay(self.units, backward.call, uses)
             return
+        for use in uses:
+            window.end(use)
 
-        def ended() -> None:
-            if window.leave_pass(task):
-                pass_end()
-
-        queue_callback(ended)
-
-
-def _forward_frame(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    return type(module).forward(module, *args, **kwargs)
+    def _watch_pass(self) -> None:
+        watch_pass(self.window, self._pass_end)
 
 
-def _shows_sharded(module: nn.Module) -> bool:
+_framed_classes: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+def _framed(cls: type[nn.Module]) -> type[nn.Module]:
+    """The subclass whose forward is ours and calls that of ``cls``."""
+    if cls in _framed_classes:
+        return _framed_classes[cls]
+    original = cls.forward
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return original(self, *args, **kwargs)
+
+    def new(_: type[nn.Module], *args: Any, **kwargs: Any) -> nn.Module:
+        return cls(*args, **kwargs)  # a slice of a Sequential: without hooks, so without frame
+
+    attributes = {
+        "forward": forward,
+        "__new__": new,
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+        _FRAMED: True,
+    }
+    framed = _framed_classes[cls] = type(cls.__name__, (cls,), attributes)
+    return framed
+
+
+def _refuse_copy(*_: object) -> NoReturn:
+    raise TypeError(
+        "a module that a context schedules cannot be copied or pickled: copy the model before "
+        "fully_shard(), or build another one, shard it alike and load this one's state_dict()"
+    )
+
+
+def shows_sharded(module: nn.Module) -> bool:
+    """Whether some parameter in ``module`` is shown as it is at rest."""
     return any(isinstance(parameter, DTensor) for parameter in module.parameters())
-
-
-def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != dtype else tensor
-
-
-def _input_cast(dtype: torch.dtype) -> Callable[..., Any]:
-    """FSDP2's cast of floating-point inputs to ``param_dtype``, in a form that is traced."""
-
-    def cast_inputs(module: nn.Module, args: Any, kwargs: Any) -> Any:
-        return (
-            _map_tensors(lambda tensor: _cast(tensor, dtype), args),
-            _map_tensors(lambda tensor: _cast(tensor, dtype), kwargs),
-        )
-
-    skip_code(cast_inputs.__code__)
-    return cast_inputs
-
-
-def _output_cast(dtype: torch.dtype) -> Callable[..., Any]:
-    """FSDP2's cast of floating-point outputs to ``output_dtype``, in a form that is traced."""
-
-    def cast_outputs(module: nn.Module, args: Any, output: Any) -> Any:
-        return _map_tensors(lambda tensor: _cast(tensor, dtype), output)
-
-    skip_code(cast_outputs.__code__)
-    return cast_outputs

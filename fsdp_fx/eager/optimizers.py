@@ -32,6 +32,8 @@ def guard_optimizers(window: Window) -> Callable[[], None]:
 
     def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         window = reference()
+        if window is not None:
+            window.close_if_overdue()
         if window is None or not window.is_open:
             return
         ours = {id(parameter) for unit in window.units for parameter in unit.sharded_parameters}

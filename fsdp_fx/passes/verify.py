@@ -30,8 +30,9 @@ Nothing is gathered twice, freed too early or left over:
 - ``no-second-gather``: no unit is gathered while it is resident or in flight.
 - ``no-use-after-free``: no compute takes what has been freed.
 - ``after-has-ended``: the event that ``after`` names has begun and its use has ended.
-- ``after-in-place``: a free or reduction stands where the use that it names ends, inner
-  uses before enclosing ones, the free before the reduction.
+- ``after-in-place``: a free or reduction stands where the use that it names ends, in the
+  order in which uses end there (inner ones before enclosing ones, if the trace does not
+  say otherwise), the free before the reduction.
 - ``free-after-own-use``: a free comes after an event that uses the value.
 - ``no-free-in-use``: nothing is freed while another use of it is still running.
 - ``resident-limit``: bytes resident beyond the units in use stay within the limit.
@@ -43,6 +44,9 @@ Gradients are reduced when, and only when, they are there:
   all contributions are in.
 - ``no-second-reduction``: every reduction has a contribution since the one before it.
 - ``no-lost-contribution``: every contribution is followed by a reduction.
+- ``partial-if-replicated``: only reductions of replicated units leave out the all-reduce.
+- ``all-reduced-at-last``: the last reduction of a replicated unit all-reduces, and no
+  earlier one does.
 """
 
 from __future__ import annotations
@@ -55,7 +59,7 @@ from typing import cast
 from torch import fx
 
 from fsdp_fx.planning.memory import format_bytes, needed_bytes, resident_bytes
-from fsdp_fx.program import Operation, Program, end_order, operation, unit_of
+from fsdp_fx.program import Operation, Program, all_reduces, end_order, operation, unit_of
 from fsdp_fx.trace import Event, Trace
 
 __all__ = ["RULES", "ProgramError", "verify"]
@@ -179,7 +183,10 @@ def _known_arguments(view: _View) -> _Violations:
     for node in view.nodes[:-1]:
         kind = operation(node)
         keys = {"compute": {"event"}, "free": {"after"}, "reduce": {"after"}}.get(str(kind), set())
-        if set(node.kwargs) != keys or not all(isinstance(v, str) for v in node.kwargs.values()):
+        labels = dict(node.kwargs)
+        if kind == "reduce" and isinstance(labels.get("all_reduce"), bool):
+            del labels["all_reduce"]
+        if set(labels) != keys or not all(isinstance(v, str) for v in labels.values()):
             wanted = ", ".join(sorted(keys)) or "no"
             yield node, f"{kind} takes {wanted} keyword, got {dict(node.kwargs)}"
         wanted_type = str if kind in ("gather", "reduce") else fx.Node
@@ -195,8 +202,8 @@ def _known_name(view: _View) -> _Violations:
         for arg in node.args:
             if isinstance(arg, str) and arg not in units:
                 yield node, f"unit {arg} is not in the trace"
-        for label in node.kwargs.values():
-            if label not in view.program.positions:
+        for key, label in node.kwargs.items():
+            if key != "all_reduce" and label not in view.program.positions:
                 yield node, f"event {label} is not in the trace"
 
 
@@ -332,14 +339,18 @@ def _after_in_place(view: _View) -> _Violations:
                     f"{view.event(op)} ended after {view.trace[end]}; "
                     f"too late for {op.kind} of {op.unit}",
                 )
-            if before and before.kind != "compute" and _tail_order(before) > _tail_order(op):
+            if (
+                before
+                and before.kind != "compute"
+                and _tail_order(view, before) > _tail_order(view, op)
+            ):
                 yield op.node, f"stands behind {before.node.name}, which must come later"
         before = op
 
 
-def _tail_order(op: _Op) -> tuple[int, bool]:
+def _tail_order(view: _View, op: _Op) -> tuple[int, bool]:
     """Sorts the frees and reductions at one place; see :func:`end_order`."""
-    return -op.event, op.kind == "reduce"
+    return view.trace.end_ranks[op.event], op.kind == "reduce"
 
 
 def _free_after_own_use(view: _View) -> _Violations:
@@ -417,6 +428,26 @@ def _no_lost_contribution(view: _View) -> _Violations:
             )
 
 
+def _partial_if_replicated(view: _View) -> _Violations:
+    for op in view.of("reduce"):
+        if not all_reduces(op.node) and view.trace.unit(op.unit).replicas == 1:
+            yield op.node, f"{op.unit} has no replicas to all-reduce over later"
+
+
+def _all_reduced_at_last(view: _View) -> _Violations:
+    last = {op.unit: op for op in view.of("reduce")}
+    for op in view.of("reduce"):
+        if view.trace.unit(op.unit).replicas == 1:
+            continue
+        if op is last[op.unit] and not all_reduces(op.node):
+            yield op.node, f"partial sums of {op.unit} are never all-reduced"
+        elif op is not last[op.unit] and all_reduces(op.node):
+            yield (
+                op.node,
+                f"{op.unit} is all-reduced before its last reduction, {last[op.unit].node.name}",
+            )
+
+
 _RULES: tuple[_Rule, ...] = (
     _known_operation,
     _known_arguments,
@@ -443,6 +474,8 @@ _RULES: tuple[_Rule, ...] = (
     _reduce_after_contribution,
     _no_second_reduction,
     _no_lost_contribution,
+    _partial_if_replicated,
+    _all_reduced_at_last,
 )
 
 

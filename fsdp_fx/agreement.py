@@ -1,0 +1,441 @@
+"""Do all ranks run the same collectives in the same order?
+
+Ranks that shard a unit together must gather and reduce it together. :class:`Agreement`
+compares what they are about to do where it is not known yet that they agree:
+
+- while a window is written down, each event with what the first rank to reach it found
+  there, before anything is gathered for it;
+- where a window leaves its program, for another known one or for none, all ranks wait
+  for each other;
+- when a trace is committed, all ranks wait for each other and compare what becomes of it.
+
+In replay nothing is exchanged. A rank that closes its window only looks whether another
+has left the program that it followed itself.
+
+It all goes through the store of the process group (the rendezvous), not through
+collectives: those are in disorder where ranks differ, and a store can be waited for with
+a deadline of one's own. What ranks have in common as text comes from :func:`schedule_of`
+and :func:`events_so_far`; when to compare is decided in :mod:`fsdp_fx.context`.
+"""
+
+from __future__ import annotations
+
+import base64
+import collections
+import hashlib
+import time
+import zlib
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import NoReturn
+
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # no stubs
+
+from .program import Program
+from .torch_internals import default_store
+from .trace import Event, UnitSpec
+from .units import Unit
+
+__all__ = [
+    "Agreement",
+    "Agreements",
+    "RanksDisagreeError",
+    "Schedule",
+    "agreements_of",
+    "events_so_far",
+    "schedule_of",
+]
+
+_LONGEST_PAUSE = 1.0  # seconds between two looks at the store
+_SCHEDULES_KEPT = 16
+_AGREED = "agreed"
+_LEFT = "left its program at"
+_CLOSED = "closed a window that was new to it and ended with"
+_REMEDY = (
+    "Every rank that shards a unit must use the same units in the same order; where the data "
+    "decides (a branch, an expert), shard the block as a whole or adopt(..., together=[block])"
+)
+
+# How many agreements this process has made among the same ranks. The other ranks count
+# alike, so that contexts find each other.
+_made: collections.Counter[tuple[int, ...]] = collections.Counter()
+
+
+class RanksDisagreeError(RuntimeError):
+    """Ranks that share units do not run the same events. The message names the first."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What ranks that share some units must have in common, as lines of text.
+
+    Args:
+        units: the shared units and their sizes.
+        events: the events of these units, in order.
+        operations: the events with the gathers and reductions around them.
+    """
+
+    units: tuple[str, ...]
+    events: tuple[str, ...]
+    operations: tuple[str, ...] = ()
+
+    def pack(self) -> str:
+        """The schedule as short text, for :meth:`unpack`."""
+        parts = (self.units, self.events, self.operations)
+        text = "\n\n".join("\n".join(part) for part in parts)
+        return base64.b64encode(zlib.compress(text.encode())).decode()
+
+    @classmethod
+    def unpack(cls, packed: bytes) -> Schedule:
+        """What :meth:`pack` made text of, as the store returns it."""
+        parts = zlib.decompress(base64.b64decode(packed)).decode().split("\n\n")
+        return cls(*(tuple(part.split("\n")) if part else () for part in parts))
+
+    def difference(self, other: Schedule, mine: str, theirs: str) -> str | None:
+        """The first difference, in a sentence; None if there is none.
+
+        Args:
+            other: another rank's.
+            mine: who this one is.
+            theirs: who the other is.
+        """
+
+        def sides(left: str, right: str) -> str:
+            return f"{left} on {mine} and {right} on {theirs}"
+
+        if self.units != other.units:
+            _, left, right = _first_difference(self.units, other.units)
+            return f"they have other units: {sides(left, right)}"
+        if self.events != other.events:
+            at, left, right = _first_difference(self.events, other.events)
+            return f"event {at} of the units they share is {sides(left, right)}"
+        if self.operations != other.operations:
+            at, left, right = _first_difference(self.operations, other.operations)
+            labels = set(self.events)
+            done = [line for line in self.operations[:at] if line in labels]
+            where = (
+                f"after event {len(done) - 1} ({done[-1]})" if done else "before the first event"
+            )
+            return (
+                f"their events are the same, but {where} there is {sides(left, right)}: give every "
+                "rank's FSDPContext the same options"
+            )
+        return None
+
+
+def _first_difference(one: Sequence[str], other: Sequence[str]) -> tuple[int, str, str]:
+    length = min(len(one), len(other))
+    at = next((i for i in range(length) if one[i] != other[i]), length)
+    left, right = (side[at] if at < len(side) else "nothing more" for side in (one, other))
+    return at, left, right
+
+
+def schedule_of(program: Program, shared: Collection[str]) -> Schedule:
+    """What ``program`` does with the units called ``shared``."""
+    operations: list[str] = []
+    for step in program.steps:
+        operations += (f"a gather of {name}" for name in step.gathers if name in shared)
+        if step.event.unit in shared:
+            operations.append(str(step.event))
+        operations += (f"a gather of {name}" for name in step.prefetches if name in shared)
+        operations += (
+            f"{'partial sums' if name in step.partial else 'a reduction'} of {name}"
+            for name in step.reduces
+            if name in shared
+        )
+    so_far = events_so_far(program.trace.units, program.trace.events, shared)
+    return Schedule(so_far.units, so_far.events, tuple(operations))
+
+
+def events_so_far(
+    units: Sequence[UnitSpec], events: Sequence[Event], shared: Collection[str]
+) -> Schedule:
+    """The schedule of a window, or of its beginning, of which only the events are known."""
+    return Schedule(
+        tuple(
+            f"{unit.name} ({unit.elements} elements, {unit.replicas} replicas)"
+            for unit in units
+            if unit.name in shared
+        ),
+        tuple(str(event) for event in events if event.unit in shared),
+    )
+
+
+class Agreements:
+    """The agreements of one context: one for each set of ranks that its units lie on.
+
+    Args:
+        members: each agreement with the names of the units that its ranks share. Every
+            rank of a set lists them in the same order.
+    """
+
+    def __init__(self, members: Sequence[tuple[Agreement, frozenset[str]]] = ()) -> None:
+        self._members = tuple(members)
+
+    def begin(self, window: int) -> None:
+        """A window opens. See :meth:`Agreement.begin`."""
+        for agreement, _ in self._members:
+            agreement.begin(window)
+
+    def record(self, event: Event, held_for: int = 0) -> None:
+        """An event is written down. See :meth:`Agreement.record`.
+
+        Args:
+            event: the event.
+            held_for: how many events more its unit is held for, where that is known: graphs
+                that differ in it free and reduce at other places.
+        """
+        label = f"{event} (held for {held_for} events)" if held_for else str(event)
+        for agreement, shared in self._members:
+            if event.unit in shared:
+                agreement.record(label)
+
+    def depart(
+        self, units: Sequence[UnitSpec], events: Sequence[Event], found: Event | str, expected: str
+    ) -> None:
+        """A window leaves its program. See :meth:`Agreement.depart`.
+
+        Args:
+            units: every unit of the context.
+            events: the window's events so far.
+            found: the event that the program did not have next, or in words what was
+                found in the place of an event; all ranks are concerned then.
+            expected: what the program had next.
+        """
+        for agreement, shared in self._members:
+            if isinstance(found, str) or found.unit in shared:
+                so_far = events_so_far(units, events, shared)
+                last = f"{found} in the place of {expected}"
+                agreement.depart(replace(so_far, events=(*so_far.events, last)))
+
+    def look(self) -> None:
+        """A window that followed its program closes. See :meth:`Agreement.look`."""
+        for agreement, _ in self._members:
+            agreement.look()
+
+    def commit(self, program: Program) -> None:
+        """A program is about to be kept. See :meth:`Agreement.commit`."""
+        for agreement, shared in self._members:
+            agreement.commit(schedule_of(program, shared))
+
+    @property
+    def verdict(self) -> str | None:
+        """Why some rank raised lately. See :attr:`Agreement.verdict`."""
+        verdicts = (agreement.verdict for agreement, _ in self._members)
+        return next((verdict for verdict in verdicts if verdict is not None), None)
+
+
+def agreements_of(units: Sequence[Unit], timeout: float) -> Agreements:
+    """An agreement for each set of ranks that some of ``units`` lie on.
+
+    Args:
+        units: the units of a context.
+        timeout: seconds that a rank waits for the others.
+    """
+    shared: dict[tuple[int, ...], list[str]] = {}
+    for unit in units:
+        if len(unit.ranks) > 1:
+            shared.setdefault(unit.ranks, []).append(unit.spec.name)
+    # The fake backend simulates one rank of many: nobody would answer.
+    if not shared or dist.get_backend() == "fake":
+        return Agreements()
+    members = []
+    for ranks in sorted(shared):
+        # A digest: ten thousand ranks would make a long key.
+        who = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
+        store = PrefixStore(f"fsdp_fx/{who}/{_made[ranks]}", default_store())
+        _made[ranks] += 1
+        agreement = Agreement(ranks, dist.get_rank(), store, timeout)
+        members.append((agreement, frozenset(shared[ranks])))
+    return Agreements(members)
+
+
+class Agreement:
+    """Compares the schedules of the ranks that shard some units together.
+
+    Made at the same place of the program on each of them. Windows are named by their
+    number, which is the same on all ranks.
+
+    Args:
+        ranks: the ranks, by their number in the default process group.
+        rank: this one's.
+        store: what they share, and nobody else uses.
+        timeout: seconds that a rank waits for the others.
+    """
+
+    def __init__(self, ranks: Sequence[int], rank: int, store: Store, timeout: float) -> None:
+        self.ranks = tuple(ranks)
+        self._rank = rank
+        self._timeout = timeout
+        self._store = store
+        self._commits = 0
+        self._agreed: dict[Schedule, None] = {}
+        self._window = 0
+        self._departures = 0
+        self._departures_before = 0  # in the window before
+        self._recorded = 0
+        self._written: collections.deque[tuple[int, int]] = collections.deque()
+        self._kept: collections.deque[str] = collections.deque()
+
+    def begin(self, window: int) -> None:
+        """A window opens.
+
+        Args:
+            window: its number.
+        """
+        if self._recorded:
+            self._written.append((self._window, self._recorded))
+        self._departures_before = self._departures if window == self._window + 1 else 0
+        self._window, self._departures, self._recorded = window, 0, 0
+        # A rank that is two windows behind would find nothing to compare with, no more.
+        while self._written and self._written[0][0] < window - 1:
+            self._forget_recorded(*self._written.popleft())
+
+    def record(self, label: str) -> None:
+        """Compare the next event that is written down with that of the first rank there.
+
+        Raises:
+            RanksDisagreeError: it was another.
+        """
+        place = self._recorded
+        self._recorded += 1
+        key = f"recorded/{self._window}/{place}"
+        found = self._store.compare_set(key, "", f"{self._rank} {label}").decode()
+        rank, other = found.split(" ", 1)
+        if other != label:
+            self._disagree(
+                f"the ranks disagree: event {place} written down of the units they share is {label} "
+                f"on rank {self._rank} and {other} on rank {rank}"
+            )
+
+    def depart(self, schedule: Schedule) -> None:
+        """Wait until every rank has left its program here.
+
+        Args:
+            schedule: the window's events up to and with the first that the program did
+                not have here.
+
+        Raises:
+            RanksDisagreeError: on every rank, if one left elsewhere or not at all.
+        """
+        key = self._departure(self._window, self._departures)
+        self._departures += 1
+        self._compare(key, schedule, _LEFT)
+
+    def look(self) -> None:
+        """See whether another rank has left its program where this one did not.
+
+        Raises:
+            RanksDisagreeError: one has, in this window or in the one before.
+        """
+        for window, departures in (
+            (self._window, self._departures),
+            (self._window - 1, self._departures_before),
+        ):
+            key = self._departure(window, departures)
+            if window >= 0 and self._store.check([f"{key}/first"]):
+                self._disagree(f"{self._first_to(key, _LEFT)}, and rank {self._rank} did not", key)
+
+    def commit(self, schedule: Schedule) -> None:
+        """Wait for the other ranks and compare what they will all replay.
+
+        Args:
+            schedule: this rank's.
+
+        Raises:
+            RanksDisagreeError: on every rank, if some schedule differs from another, or
+                a rank did not come before the deadline.
+        """
+        if schedule in self._agreed:
+            return  # what differs from the programs before is none of these ranks' units
+        key = f"commit/{self._commits}"
+        self._commits += 1
+        self._compare(key, schedule, _CLOSED)
+        self._agreed[schedule] = None
+        if len(self._agreed) > _SCHEDULES_KEPT:
+            del self._agreed[next(iter(self._agreed))]
+
+    @property
+    def verdict(self) -> str | None:
+        """Why some rank raised :class:`RanksDisagreeError` lately; None if none did."""
+        for window in (self._window, self._window - 1):
+            key = f"disagreement/{window}"
+            if self._store.check([key]):
+                return self._store.get(key).decode()
+        return None
+
+    @staticmethod
+    def _departure(window: int, number: int) -> str:
+        return f"departure/{window}/{number}"
+
+    def _compare(self, key: str, schedule: Schedule, what: str) -> None:
+        store, me = self._store, self._rank
+        packed = schedule.pack()
+        mine = f"{me} {hashlib.sha256(packed.encode()).hexdigest()}"
+        first = store.compare_set(f"{key}/first", "", mine).decode()
+        if first == mine:
+            store.set(f"{key}/schedule", packed)
+        elif first.split()[1] != mine.split()[1]:
+            theirs = Schedule.unpack(store.get(f"{key}/schedule"))
+            sides = sorted([(me, schedule), (int(first.split()[0]), theirs)], key=lambda s: s[0])
+            (low, one), (high, other) = sides
+            found = one.difference(other, f"rank {low}", f"rank {high}")
+            if found is not None:
+                self._conclude(key, f"the ranks disagree: {found}")
+        store.set(f"{key}/arrived {me}", "yes")
+        if store.add(f"{key}/arrived", 1) == len(self.ranks):
+            self._conclude(key, _AGREED)
+            self._forget_comparison()
+        self._await_verdict(key, what)
+        if self._kept:
+            store.delete_key(f"{self._kept.popleft()}/arrived {me}")
+        self._kept.append(key)
+
+    def _await_verdict(self, key: str, what: str) -> None:
+        store = self._store
+        began = time.monotonic()
+        while not store.check([f"{key}/verdict"]):
+            waited = time.monotonic() - began
+            if waited > self._timeout:
+                missing = [
+                    str(rank) for rank in self.ranks if not store.check([f"{key}/arrived {rank}"])
+                ]
+                self._conclude(
+                    key,
+                    f"{self._first_to(key, what)}, and rank {', '.join(missing)} did not within "
+                    f"{self._timeout:g} s",
+                )
+            # Ten thousand ranks that wait for one must not keep the store busy.
+            time.sleep(min(waited / 4 + 1e-4, _LONGEST_PAUSE))
+        verdict = store.get(f"{key}/verdict").decode()
+        if verdict != _AGREED:
+            self._disagree(verdict)
+
+    def _first_to(self, key: str, what: str) -> str:
+        rank = self._store.get(f"{key}/first").decode().split()[0]
+        events = Schedule.unpack(self._store.get(f"{key}/schedule")).events
+        return f"the ranks disagree: rank {rank} {what} event {len(events) - 1}, {events[-1]}"
+
+    def _disagree(self, verdict: str, *waiting: str) -> NoReturn:
+        """Raise here, where ranks wait under the keys ``waiting``, and after failures elsewhere."""
+        for key in waiting:
+            self._conclude(key, verdict)
+        message = f"{verdict}. {_REMEDY}"
+        self._store.compare_set(f"disagreement/{self._window}", "", message)
+        raise RanksDisagreeError(message)
+
+    def _conclude(self, key: str, verdict: str) -> None:
+        # The first verdict stays.
+        self._store.compare_set(f"{key}/verdict", "", verdict)
+
+    def _forget_recorded(self, window: int, count: int) -> None:
+        # Each rank removes a part.
+        for place in range(self.ranks.index(self._rank), count, len(self.ranks)):
+            self._store.delete_key(f"recorded/{window}/{place}")
+
+    def _forget_comparison(self) -> None:
+        # All ranks have come to this comparison, so none reads the one before any more.
+        for key in self._kept:
+            for name in ("first", "schedule", "arrived", "verdict"):
+                self._store.delete_key(f"{key}/{name}")

@@ -1,0 +1,62 @@
+"""FSDP2's casts of inputs and outputs, which go with its hooks, in a form that is traced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..torch_internals import add_forward_hook, add_forward_pre_hook, skip_code
+from ..units import ShardedModule
+from .tensors import map_tensors
+
+__all__ = ["CAST_KEY", "install_casts", "install_input_cast", "install_output_cast"]
+
+CAST_KEY = "fsdp_fx.cast"
+
+
+def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != dtype else tensor
+
+
+def install_casts(module: nn.Module, sharded: ShardedModule) -> None:
+    """Cast inputs and outputs as FSDP2 does, and nothing else: others schedule the units."""
+    install_input_cast(module, sharded)
+    install_output_cast(module, sharded)
+
+
+def install_input_cast(module: nn.Module, sharded: ShardedModule | None) -> None:
+    """Cast the inputs, if FSDP2 would: before the hooks that are there already."""
+    if sharded is not None and sharded.input_dtype is not None:
+        add_forward_pre_hook(module, CAST_KEY, _input_cast(sharded.input_dtype))
+
+
+def install_output_cast(module: nn.Module, sharded: ShardedModule | None) -> None:
+    """Cast the outputs, if FSDP2 would: after the hooks that are there already."""
+    if sharded is not None and sharded.output_dtype is not None:
+        add_forward_hook(module, CAST_KEY, _output_cast(sharded.output_dtype))
+
+
+def _input_cast(dtype: torch.dtype) -> Callable[..., Any]:
+    """FSDP2's cast of floating-point inputs to ``param_dtype``, in a form that is traced."""
+
+    def cast_inputs(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return (
+            map_tensors(lambda tensor: _cast(tensor, dtype), args),
+            map_tensors(lambda tensor: _cast(tensor, dtype), kwargs),
+        )
+
+    skip_code(cast_inputs.__code__)
+    return cast_inputs
+
+
+def _output_cast(dtype: torch.dtype) -> Callable[..., Any]:
+    """FSDP2's cast of floating-point outputs to ``output_dtype``, in a form that is traced."""
+
+    def cast_outputs(module: nn.Module, args: Any, output: Any) -> Any:
+        return map_tensors(lambda tensor: _cast(tensor, dtype), output)
+
+    skip_code(cast_outputs.__code__)
+    return cast_outputs
