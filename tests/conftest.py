@@ -11,6 +11,29 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from ranks import RankPools, clean_up
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--examples",
+        type=int,
+        metavar="N",
+        help="random windows: draw N examples, others every time (default: always the same 500)",
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--examples") is not None:
+        for item in items:
+            if "examples" in getattr(item, "fixturenames", ()):
+                item.add_marker(pytest.mark.timeout(0))  # thousands take longer than a hang
+
+
+@pytest.fixture(scope="session")
+def examples(request: pytest.FixtureRequest) -> int | None:
+    """How many random examples were asked for; None if it was not said."""
+    number: int | None = request.config.getoption("--examples")
+    return number
+
+
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[RankPools]:
     """`ranks(4).run(fn, *args)` runs an importable function on four ranks; see `RankPool.run`."""
