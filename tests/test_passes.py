@@ -25,6 +25,8 @@ from fsdp_fx.program import Program, end_order
 from fsdp_fx.trace import Event, Phase, Trace, UnitSpec
 from traces import TWO_CHUNKS, trace
 
+PHASES: tuple[Phase, Phase] = ("F", "B")
+
 
 def names(program: Program) -> list[str]:
     """The node names of a program in order, without the output's."""
@@ -198,6 +200,66 @@ def test_per_backward_reduces_after_every_contribution() -> None:
     assert reductions(program) == ["m.b B0", "m.a B0", "m.b B1", "m.a B1"]
 
 
+def test_only_the_last_reduction_of_a_replicated_unit_all_reduces() -> None:
+    window = trace("c0 F0: *(a b); c0 B0: *(b a); c0 F1: *(a); c0 B1: *(a)", replicas={"c0.a": 2})
+    program = plan(window)
+    lines = [line.split("#") for line in str(program).splitlines() if "reduce(" in line]
+    assert [code.strip() for code, _ in lines] == [
+        'reduce("c0.b", after="c0.b B0")',
+        'reduce("c0.a", after="c0.a B0", all_reduce=False)',
+        'reduce("c0", after="c0 B0")',
+        'reduce("c0.a", after="c0.a B1")',
+        'reduce("c0", after="c0 B1")',
+    ]
+    comments = [comment for code, comment in lines if '"c0.a"' in code]
+    assert comments[0].endswith(", partial sums")
+    assert comments[1].endswith(", over 2 replicas")
+    assert "5 reductions (1 over replicas)" in str(program)
+    steps = {str(step.event): step for step in program.steps}
+    assert steps["c0.a B0"].reduces == ("c0.a",)
+    assert steps["c0.a B0"].partial == {"c0.a"}
+    assert not any(step.partial for label, step in steps.items() if label != "c0.a B0")
+
+
+def test_per_window_all_reduces_at_its_one_reduction() -> None:
+    window = trace("c0 F0: a; c0 F1: a; c0 B0: a; c0 B1: a", replicas={"c0.a": 2})
+    program = plan(window, PassOptions(reduce_gradients="per_window"))
+    assert [(step.reduces, step.partial) for step in program.steps if step.reduces] == [
+        (("c0.a",), frozenset())
+    ]
+
+
+# One unit in the backward of a microbatch and in the forward of the next: the backward
+# begins first and ends first, and both end before there is another event.
+CROSSING = Trace(
+    trace("m F0: a; m B0: a").units,
+    tuple(Event("m.a", phase, number, number) for number in (0, 1) for phase in PHASES),
+    (0, 2, 2, 3),
+    frozenset({1, 3}),
+    (0, 1, 2, 3),
+)
+
+
+def test_uses_of_a_unit_that_cross_are_one_interval_and_end_in_their_own_order() -> None:
+    program = plan(CROSSING, PassOptions(0, 0))
+    assert names(program) == [
+        *("gather_m_a_F0", "wait_m_a_F0", "compute_m_a_F0", "free_m_a_F0"),
+        *("gather_m_a_B0", "wait_m_a_B0", "compute_m_a_B0", "compute_m_a_F1"),
+        *("reduce_m_a_B0", "free_m_a_F1"),
+        *("gather_m_a_B1", "wait_m_a_B1", "compute_m_a_B1", "free_m_a_B1", "reduce_m_a_B1"),
+    ]
+
+
+def test_per_window_reduces_after_the_backward_that_ends_last() -> None:
+    units = trace("m F0: a; m B0: a").units
+    events = tuple(Event("m.a", phase, number, number) for phase in PHASES for number in (0, 1))
+    ends, reduces = (0, 1, 3, 3), frozenset({2, 3})
+    for ending, last in (((0, 1, 2, 3), "m.a B1"), ((0, 1, 3, 2), "m.a B0")):
+        window = Trace(units, events, ends, reduces, ending)
+        program = plan(window, PassOptions(reduce_gradients="per_window"))
+        assert reductions(program) == [last]
+
+
 def test_per_window_reduces_once_after_the_last_contribution() -> None:
     program = plan(trace(ACCUMULATION), PassOptions(reduce_gradients="per_window"))
     assert reductions(program) == ["m.b B1", "m.a B1"]
@@ -322,9 +384,6 @@ def test_bytes_are_printed_for_people(count: int, text: str) -> None:
 # Any trace
 
 
-PHASES: tuple[Phase, Phase] = ("F", "B")
-
-
 @st.composite
 def traces(draw: st.DrawFn) -> Trace:
     """Any trace at all: uses may nest, overlap or cross, contributions may be missing."""
@@ -346,7 +405,9 @@ def traces(draw: st.DrawFn) -> Trace:
     )
     backward = [position for position, event in enumerate(events) if event.phase == "B"]
     reduces = draw(st.sets(st.sampled_from(backward))) if backward else set()
-    return Trace(units, tuple(events), ends, frozenset(reduces))
+    # Uses that end at the same place end in any order, not only inner ones first.
+    ending = sorted(draw(st.permutations(range(count))), key=lambda position: ends[position])
+    return Trace(units, tuple(events), ends, frozenset(reduces), tuple(ending))
 
 
 BUDGETS = st.one_of(st.none(), st.integers(0, 50))
@@ -446,7 +507,7 @@ def test_following_the_steps_is_safe(window: Trace, options: PassOptions) -> Non
             state[unit] = "in flight"
         running = {window[p].unit for p in range(position + 1) if window.ends[p] > position}
         ending = [p for p in range(position + 1) if window.ends[p] == position]
-        for ended in sorted(ending, reverse=True):
+        for ended in sorted(ending, key=lambda p: window.end_ranks[p]):
             if ended in window.reduces and window.unit(window[ended].unit).trainable:
                 owed.setdefault(window[ended].unit, set()).add(ended)
             for unit in program.steps[ended].frees:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import importlib
 import logging
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -27,12 +28,12 @@ from fsdp_fx import FSDPContext, IncompleteWindowError, Program
 from fsdp_fx.program import operation
 from fsdp_fx.residency import Stats
 from fsdp_fx.units import Unit, find_sharded_modules
-from models import DIM, Block, Chunk, linears, shard
+from models import DIM, Block, Chunk, cpu_mesh, linears, shard
 from ranks import RankPools
 
 LINEAR = 4 * (DIM * DIM + DIM)  # bytes of a square linear
 
-_bodies: dict[str, Callable[..., None]] = {}
+_bodies: dict[tuple[str, str], Callable[..., None]] = {}
 
 
 def on_two_ranks(**cases: Iterable[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -42,11 +43,10 @@ def on_two_ranks(**cases: Iterable[Any]) -> Callable[[Callable[..., None]], Call
     """
 
     def decorate(body: Callable[..., None]) -> Callable[..., None]:
-        _bodies[body.__name__] = body
-        combinations = [dict(zip(cases, each, strict=True)) for each in product(*cases.values())]
+        job = _job(body, cases)
 
         def test(ranks: RankPools) -> None:
-            ranks(2).run(_perform, body.__name__, combinations)
+            ranks(2).run(_perform, *job, timeout=120.0)
 
         test.__name__, test.__doc__ = body.__name__, body.__doc__
         return test
@@ -54,10 +54,38 @@ def on_two_ranks(**cases: Iterable[Any]) -> Callable[[Callable[..., None]], Call
     return decorate
 
 
-def _perform(name: str, combinations: list[dict[str, Any]]) -> None:
+def on_ranks(
+    *sizes: int, **cases: Iterable[Any]
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Like :func:`on_two_ranks`, once for each of these numbers of ranks."""
+
+    def decorate(body: Callable[..., None]) -> Callable[..., None]:
+        job = _job(body, cases)
+
+        @pytest.mark.parametrize("world_size", sizes)
+        def test(ranks: RankPools, world_size: int) -> None:
+            ranks(world_size).run(_perform, *job, timeout=120.0)
+
+        test.__name__, test.__doc__ = body.__name__, body.__doc__
+        return test
+
+    return decorate
+
+
+def _job(
+    body: Callable[..., None], cases: dict[str, Iterable[Any]]
+) -> tuple[str, str, list[dict[str, Any]]]:
+    """What :func:`_perform` needs to find the body and run it on every combination."""
+    _bodies[body.__module__, body.__name__] = body
+    combinations = [dict(zip(cases, each, strict=True)) for each in product(*cases.values())]
+    return body.__module__, body.__name__, combinations
+
+
+def _perform(module: str, name: str, combinations: list[dict[str, Any]]) -> None:
+    importlib.import_module(module)
     for arguments in combinations:
         try:
-            _bodies[name](**arguments)
+            _bodies[module, name](**arguments)
         except BaseException as error:
             error.add_note(f"case: {arguments}")
             raise
@@ -91,7 +119,8 @@ class Twin:
     ) -> None:
         self.whole = [copy.deepcopy(chunk) for chunk in chunks]
         self.policy = policy or MixedPrecisionPolicy()
-        self.chunks: list[Any] = [shard(c, units, mp_policy=self.policy) for c in chunks]
+        mesh = cpu_mesh(dist.get_world_size())
+        self.chunks: list[Any] = [shard(c, units, mesh=mesh, mp_policy=self.policy) for c in chunks]
         self.loss = loss
         self.context = FSDPContext(**{"mode": "recorded", **options})
         self.context.adopt(*chunks)

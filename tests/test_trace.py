@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,22 @@ def test_trace_refuses_what_no_window_can_have(
 ) -> None:
     with pytest.raises(ValueError, match=f"^{message}$"):
         Trace(A, events, ends, frozenset(reduces))
+
+
+def test_order_of_ending_must_agree_with_the_ends() -> None:
+    for ending in ((1, 0, 2), (0, 1), (0, 0, 1), (0, 1, 3)):
+        with pytest.raises(ValueError, match="contradicts the ends"):
+            Trace(A, (F, B, replace(B, occurrence=1)), (0, 2, 2), frozenset(), ending)
+
+
+def test_order_of_ending_is_part_of_a_trace_where_uses_do_not_nest() -> None:
+    events = (F, B, replace(B, occurrence=1))
+    nested, crossing = (
+        Trace(A, events, (0, 2, 2), frozenset({1, 2}), ending) for ending in ((0, 2, 1), (0, 1, 2))
+    )
+    assert nested == Trace(A, events, (0, 2, 2), frozenset({1, 2}))
+    assert nested != crossing
+    assert nested.fingerprint != crossing.fingerprint
 
 
 def test_trace_is_a_sequence_of_its_events() -> None:

@@ -36,7 +36,7 @@ class Edit:
         target: Callable[..., object],
         *args: str | int,
         name: str,
-        **keywords: str,
+        **keywords: str | bool,
     ) -> fx.Node:
         """Insert a call behind the node ``place``; an argument ``%name`` is a node."""
         nodes = tuple(
@@ -85,7 +85,7 @@ def set_args(name: str, *args: str) -> Callable[[Edit], object]:
     return breaks
 
 
-def set_kwargs(name: str, **kwargs: str) -> Callable[[Edit], object]:
+def set_kwargs(name: str, **kwargs: str | bool) -> Callable[[Edit], object]:
     """Give a node other keywords."""
 
     def breaks(edit: Edit) -> None:
@@ -363,6 +363,33 @@ CASES = [
         "m.a is last reduced after m.a B0, before the contribution of m.a B1",
         lambda edit: edit.drop("reduce_m_a_B1"),
         window=trace("m B0: a; m B1: a"),
+    ),
+    Case(
+        "known-arguments",
+        "reduce_m_a_B0",
+        "reduce takes after keyword",
+        set_kwargs("reduce_m_a_B0", after="m.a B0", all_reduce="False"),
+    ),
+    Case(
+        "partial-if-replicated",
+        "reduce_m_a_B0",
+        "m.a has no replicas to all-reduce over later",
+        set_kwargs("reduce_m_a_B0", after="m.a B0", all_reduce=False),
+        window=trace("m B0: a b; m B1: a b", replicas={"m.b": 2}),
+    ),
+    Case(
+        "all-reduced-at-last",
+        "reduce_m_b_B1",
+        "partial sums of m.b are never all-reduced",
+        set_kwargs("reduce_m_b_B1", after="m.b B1", all_reduce=False),
+        window=trace("m B0: a b; m B1: a b", replicas={"m.b": 2}),
+    ),
+    Case(
+        "all-reduced-at-last",
+        "reduce_m_b_B0",
+        "m.b is all-reduced before its last reduction, reduce_m_b_B1",
+        set_kwargs("reduce_m_b_B0", after="m.b B0"),
+        window=trace("m B0: a b; m B1: a b", replicas={"m.b": 2}),
     ),
 ]
 

@@ -7,23 +7,28 @@ from typing import Any
 
 import pytest
 
+from fsdp_fx.calls import ForwardCall, Use
 from fsdp_fx.library import BoundProgram, ProgramLibrary
 from fsdp_fx.passes import PassOptions, plan
 from fsdp_fx.residency import Residency, Stats
 from fsdp_fx.trace import Phase, Trace
-from fsdp_fx.window import ForwardCall, IncompleteWindowError, Use, Window
+from fsdp_fx.window import IncompleteWindowError, Window
 from traces import trace
 
 
 class Unit:
     """Stands for a unit: notes gathers, waits, frees and reductions."""
 
+    is_alive = True
+
     def __init__(self, spec: Any, notes: list[str]) -> None:
         self.spec = spec
         self.notes = notes
         self.holds = 0
         self.free_at_release = self.in_flight = self.unsharded = False
-        self.has_gradients = self.has_reduced_gradients = False
+        self.contributed = self.has_gradients = self.has_reduced_gradients = False
+        self.trainable = spec.trainable
+        self.has_partial_sums = False
 
     def _note(self, what: str) -> None:
         self.notes.append(f"{what} {self.spec.name.removeprefix('m.')}")
@@ -47,14 +52,14 @@ class Unit:
     def reset(self) -> None:
         self.holds = 0
         self.free_at_release = self.in_flight = self.unsharded = False
-        self.has_gradients = False
+        self.contributed = self.has_gradients = False
 
     def clear_reduced_gradients(self) -> None:
         self.has_reduced_gradients = False
 
-    def reduce(self) -> None:
+    def reduce(self, all_reduce: bool = True) -> None:
         self._note("reduce")
-        self.has_gradients = False
+        self.contributed = self.has_gradients = False
 
     def keep_gradients(self) -> None:
         self._note("keep")

@@ -24,6 +24,7 @@ def trace(
     elements: Mapping[str, int] | None = None,
     frozen: Set[str] = frozenset(),
     default: int = 100,
+    replicas: Mapping[str, int] | None = None,
 ) -> Trace:
     """The trace of a window written in the notation above.
 
@@ -32,6 +33,7 @@ def trace(
         elements: elements by unit name; a parameter takes 2 bytes, a gradient 4.
         frozen: names of units that are not trainable.
         default: elements of the other units.
+        replicas: replicas by unit name; the other units are only sharded.
 
     Raises:
         ValueError: the text is not in the notation.
@@ -73,6 +75,7 @@ def trace(
             bytes=2 * count,
             gradient_bytes=0 if unit in frozen else 4 * count,
             trainable=unit not in frozen,
+            replicas=(replicas or {}).get(unit, 1),
         )
         for unit, chunk in chunks.items()
     )

@@ -1,0 +1,540 @@
+"""Ranks that differ find out, all of them, in bounded time, and say where."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import datetime
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+
+from fsdp_fx import Event, FSDPContext, RanksDisagreeError
+from fsdp_fx.agreement import Agreement, Agreements, Schedule, events_so_far, schedule_of
+from fsdp_fx.passes import PassOptions, plan
+from ranks import RankPools
+from traces import trace
+
+EAGER = {"region_compiler": "eager"}
+STEP = "c0 F0: a b; c0 B0: b a"
+OTHER = "c0 F0: a c; c0 B0: c a"
+
+
+def schedule(text: str, **options: Any) -> Schedule:
+    shared = {"c0.a", "c0.b", "c0.c"}
+    return schedule_of(plan(trace(text), PassOptions(**options)), shared)
+
+
+def begun(text: str) -> Schedule:
+    window = trace(text)
+    return events_so_far((), window.events, {event.unit for event in window})
+
+
+class Counting:
+    """A store that counts what it is asked."""
+
+    def __init__(self) -> None:
+        self._store = dist.HashStore()
+        self.requests = 0
+
+    def __getattr__(self, name: str) -> Any:
+        self.requests += 1
+        return getattr(self._store, name)
+
+
+def run_ranks(
+    *bodies: Callable[[Agreement], object], timeout: float = 10.0, store: Any = None
+) -> list[str]:
+    """Runs a body for each rank, in threads that share a store; returns what each raised."""
+    store = store or dist.HashStore()
+    raised = [""] * len(bodies)
+
+    def run(rank: int) -> None:
+        agreement = Agreement(range(len(bodies)), rank, store, timeout)
+        agreement.begin(0)
+        try:
+            bodies[rank](agreement)
+        except RanksDisagreeError as error:
+            raised[rank] = str(error)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(bodies))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert not any(thread.is_alive() for thread in threads)
+    return raised
+
+
+# What is compared
+
+
+def test_schedules_survive_the_way_through_the_store() -> None:
+    for each in (schedule(STEP), begun(STEP), Schedule((), ())):
+        assert Schedule.unpack(each.pack().encode()) == each
+
+
+def test_schedule_has_only_what_the_ranks_share() -> None:
+    program = plan(trace("c0 F0: a b; c0 B0: b a"), PassOptions())
+    shared = schedule_of(program, {"c0.b"})
+    assert shared.events == ("c0.b F0", "c0.b B0")
+    assert shared.operations == (
+        "a gather of c0.b",
+        "c0.b F0",
+        "c0.b B0",
+        "a reduction of c0.b",
+    )
+
+
+def test_difference_names_the_first_event_that_differs() -> None:
+    here, there = schedule(STEP), schedule(OTHER)
+    longer = schedule("c0 F0: a b; c0 B0: b a; c0 F1: a b; c0 B1: b a")
+    # The same units, so that it is the events that differ.
+    there = Schedule(here.units, there.events, there.operations)
+    assert here.difference(here, "me", "you") is None
+    assert here.difference(there, "me", "you") == (
+        "event 1 of the units they share is c0.b F0 on me and c0.c F0 on you"
+    )
+    assert here.difference(longer, "me", "you") == (
+        "event 4 of the units they share is nothing more on me and c0.a F1 on you"
+    )
+
+
+def test_difference_of_options_says_after_which_event() -> None:
+    found = schedule(STEP).difference(schedule(STEP, forward_prefetch=0), "me", "you")
+    assert found is not None
+    assert found.startswith("their events are the same, but after event 1 (c0.b F0) there is")
+    assert found.endswith("give every rank's FSDPContext the same options")
+
+
+def test_difference_of_units_is_told_before_their_events() -> None:
+    here = schedule(STEP)
+    there = Schedule((here.units[0], "c0.b (7 elements, 1 replicas)"), ("c0.b F0",))
+    assert here.difference(there, "me", "you") == (
+        "they have other units: c0.b (100 elements, 1 replicas) on me and c0.b (7 elements, 1 replicas) on you"
+    )
+
+
+# Commits
+
+
+def test_ranks_with_the_same_program_commit_it() -> None:
+    step = schedule(STEP)
+    assert run_ranks(*[lambda agreement: agreement.commit(step)] * 3) == ["", "", ""]
+
+
+def test_ranks_with_other_programs_all_raise_the_same() -> None:
+    def body(text: str) -> Callable[[Agreement], object]:
+        return lambda agreement: agreement.commit(begun(text))
+
+    raised = run_ranks(body(STEP), body(STEP), body(OTHER))
+    assert len(set(raised)) == 1
+    assert "event 1 of the units they share is" in raised[0]
+    assert "c0.b F0 on rank" in raised[0]
+    assert "c0.c F0 on rank" in raised[0]
+
+
+def test_rank_that_does_not_come_is_named_after_the_deadline() -> None:
+    def comes(agreement: Agreement) -> None:
+        agreement.commit(schedule(STEP))
+
+    began = time.monotonic()
+    raised = run_ranks(comes, lambda agreement: None, comes, timeout=0.3)
+    assert time.monotonic() - began < 5
+    assert raised[0] == raised[2]
+    assert (
+        "closed a window that was new to it and ended with event 3, c0.a B0, and rank 1"
+        in raised[0]
+    )
+    assert "did not within 0.3 s" in raised[0]
+    assert raised[1] == ""
+
+
+def test_rank_that_comes_after_the_deadline_raises_too() -> None:
+    gone = threading.Event()
+
+    def punctual(agreement: Agreement) -> None:
+        try:
+            agreement.commit(schedule(STEP))
+        finally:
+            gone.set()
+
+    def late(agreement: Agreement) -> None:
+        assert gone.wait(10)
+        agreement.commit(schedule(STEP))
+
+    raised = run_ranks(punctual, late, timeout=0.2)
+    assert raised[0] == raised[1] != ""
+
+
+def test_program_that_was_agreed_on_is_not_compared_again() -> None:
+    store = Counting()
+    counts: list[int] = []
+
+    def body(agreement: Agreement) -> None:
+        agreement.commit(schedule(STEP))
+        counts.append(store.requests)
+        agreement.commit(schedule(STEP))
+
+    assert run_ranks(body, store=store) == [""]
+    assert store.requests == counts[0]
+
+
+def test_ranks_can_agree_again_after_they_did_not() -> None:
+    def body(text: str) -> Callable[[Agreement], object]:
+        def run(agreement: Agreement) -> None:
+            with pytest.raises(RanksDisagreeError):
+                agreement.commit(begun(text))
+            agreement.begin(1)
+            agreement.commit(schedule(STEP))
+
+        return run
+
+    assert run_ranks(body(STEP), body(OTHER)) == ["", ""]
+
+
+# While a window is written down
+
+
+def test_events_that_all_ranks_write_down_pass() -> None:
+    def body(agreement: Agreement) -> None:
+        for event in trace(STEP):
+            agreement.record(str(event))
+
+    assert run_ranks(body, body) == ["", ""]
+
+
+def test_rank_that_comes_second_to_another_event_raises_before_it_goes_on() -> None:
+    first = threading.Event()
+
+    def one(agreement: Agreement) -> None:
+        for event in trace(STEP):
+            agreement.record(str(event))
+        first.set()
+
+    def two(agreement: Agreement) -> None:
+        assert first.wait(10)
+        reached: list[str] = []
+        try:
+            for event in trace(OTHER):
+                agreement.record(str(event))
+                reached.append(str(event))
+        finally:
+            assert reached == ["c0.a F0"]
+            assert agreement.verdict is not None
+
+    raised = run_ranks(one, two)
+    assert raised[0] == ""
+    assert "event 1 written down" in raised[1]
+    assert "is c0.c F0 on rank 1 and c0.b F0 on rank 0" in raised[1]
+
+
+def test_graphs_that_hold_a_unit_for_other_events_differ() -> None:
+    event = Event("c0.a", "B", 0)
+
+    def body(held_for: int) -> Callable[[Agreement], object]:
+        return lambda agreement: Agreements([(agreement, frozenset({"c0.a"}))]).record(
+            event, held_for
+        )
+
+    assert run_ranks(body(1), body(1)) == ["", ""]
+    assert sorted(map(bool, run_ranks(body(0), body(1)))) == [False, True]
+
+
+def test_what_an_aborted_window_wrote_down_is_not_compared_with_the_next() -> None:
+    def body(agreement: Agreement) -> None:
+        agreement.record("c0.a F0")
+        agreement.record("c0.b F0")
+        agreement.begin(1)
+        agreement.record("c0.b F0")
+
+    assert run_ranks(body, body) == ["", ""]
+
+
+# Leaving a program
+
+
+def test_ranks_that_leave_their_program_at_the_same_event_go_on() -> None:
+    def body(agreement: Agreement) -> None:
+        agreement.depart(begun("c0 F0: a"))
+        agreement.depart(begun("c0 F0: a b"))
+        agreement.look()
+
+    assert run_ranks(body, body, body) == ["", "", ""]
+
+
+def test_ranks_that_leave_their_program_for_other_events_all_raise() -> None:
+    def body(text: str) -> Callable[[Agreement], object]:
+        return lambda agreement: agreement.depart(begun(text))
+
+    raised = run_ranks(body("c0 F0: a b"), body("c0 F0: a c"))
+    assert raised[0] == raised[1]
+    assert "c0.b F0 on rank" in raised[0]
+
+
+@pytest.mark.parametrize("windows", [1, 2])
+def test_rank_that_stays_in_its_program_sees_that_another_has_left(windows: int) -> None:
+    left = threading.Event()
+
+    def leaves(agreement: Agreement) -> None:
+        left.set()
+        agreement.depart(begun("c0 F0: a c"))
+
+    def stays(agreement: Agreement) -> None:
+        if windows == 2:  # it has closed its window before the other leaves
+            agreement.look()
+        assert left.wait(10)
+        time.sleep(0.1)
+        if windows == 2:
+            agreement.begin(1)
+        agreement.look()
+
+    raised = run_ranks(leaves, stays)
+    assert raised[0] == raised[1]
+    assert "rank 0 left its program at event 1, c0.c F0, and rank 1 did not" in raised[0]
+
+
+def test_rank_that_leaves_alone_raises_after_the_deadline() -> None:
+    raised = run_ranks(
+        lambda agreement: agreement.depart(begun("c0 F0: a c")), lambda _: None, timeout=0.2
+    )
+    assert "rank 0 left its program at event 1, c0.c F0, and rank 1 did not within" in raised[0]
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.sampled_from(["record", "depart", "commit"]), max_size=8), st.integers(1, 3))
+def test_ranks_that_do_the_same_never_raise(actions: list[str], count: int) -> None:
+    def body(agreement: Agreement) -> None:
+        for number, action in enumerate(actions):
+            agreement.begin(number)
+            if action == "record":
+                agreement.record(f"c0.a F{number}")
+            elif action == "depart":
+                agreement.depart(begun(STEP))
+            else:
+                agreement.commit(schedule("; ".join(f"c0 F{i}: a" for i in range(number + 1))))
+            agreement.look()
+        assert agreement.verdict is None
+
+    assert run_ranks(*[body] * count) == [""] * count
+
+
+def test_store_does_not_grow_with_the_number_of_windows() -> None:
+    stores = []
+    for windows in (6, 24):
+        store = dist.HashStore()
+
+        def body(agreement: Agreement, windows: int = windows) -> None:
+            for number in range(windows):
+                agreement.begin(number)
+                agreement.depart(begun("c0 F0: a b"))
+                agreement.record("c0.a F0")
+                agreement.commit(schedule("; ".join(f"c0 F{i}: a" for i in range(number + 1))))
+
+        assert run_ranks(body, body, store=store) == ["", ""]
+        stores.append(store.num_keys())
+    assert stores[0] == stores[1]
+
+
+# Whole windows
+
+
+class Experts(nn.Module):
+    """Runs one of its experts, the same for the whole batch."""
+
+    def __init__(self, sizes: tuple[int, ...] = (8, 8)) -> None:
+        super().__init__()
+        self.before = nn.Linear(8, 8)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, size), nn.Linear(size, 8)) for size in sizes
+        )
+        self.chosen = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.experts[self.chosen](self.before(x))
+
+
+@contextlib.contextmanager
+def disagreeing(*patterns: str) -> Iterator[None]:
+    """The block raises, within seconds, and every pattern is in the message."""
+    began = time.monotonic()
+    with pytest.raises(RanksDisagreeError) as error:
+        yield
+    assert time.monotonic() - began < 20
+    for pattern in patterns:
+        assert pattern in str(error.value), str(error.value)
+
+
+def experts(
+    sizes: tuple[int, ...] = (8, 8), fails: bool = True, **options: Any
+) -> tuple[Any, FSDPContext]:
+    if fails:
+        # A group of the test's own: it is of no use after ranks have run into each other.
+        group = dist.new_group(timeout=datetime.timedelta(seconds=2))
+        mesh = DeviceMesh.from_group(group, "cpu")
+        options.setdefault("agreement_timeout", 1.0)
+    else:
+        mesh = DeviceMesh("cpu", range(dist.get_world_size()))
+    model = Experts(sizes)
+    for layer in (model.before, *(layer for expert in model.experts for layer in expert)):
+        fully_shard(layer, mesh=mesh)
+    together = [model] if options.pop("together", False) else []
+    context = FSDPContext(**{"mode": "recorded", **options})
+    context.adopt(model, together=together)
+    return model, context
+
+
+def train(model: Any, context: FSDPContext, chosen: int = 0, microbatches: int = 1) -> None:
+    model.chosen = chosen
+    for _ in range(microbatches):
+        model(torch.ones(2, 8)).sum().backward()
+    context.finish_grad_sync()
+
+
+def in_the_first_window(sizes: tuple[int, ...]) -> None:
+    model, context = experts(sizes)
+    with disagreeing("event 1", "c0.experts.0.0 F0 on rank 0", "c0.experts.1.0 F0 on rank 1"):
+        train(model, context, chosen=dist.get_rank())
+    context.abort()
+
+
+def in_a_replay(sizes: tuple[int, ...], known: bool) -> None:
+    model, context = experts(sizes)
+    train(model, context)
+    if known:
+        train(model, context, chosen=1)
+        train(model, context)
+    with disagreeing(
+        "rank 1 left its program at event 1, c0.experts.1.0 F0 in the place of c0.experts.0.0 F0, "
+        "and rank 0 did not"
+    ):
+        train(model, context, chosen=dist.get_rank())
+    context.abort()
+
+
+def with_another_number_of_microbatches() -> None:
+    model, context = experts()
+    train(model, context, microbatches=2)
+    with disagreeing("rank 1 left its program at event 6, the window's end in the place of"):
+        train(model, context, microbatches=2 - dist.get_rank())
+    context.abort()
+
+
+def with_other_options() -> None:
+    model, context = experts(backward_prefetch=100_000 * dist.get_rank())
+    with disagreeing("their events are the same", "give every rank's FSDPContext the same options"):
+        train(model, context)
+    context.abort()
+
+
+def with_other_units(mode: str) -> None:
+    model, context = experts((8, 8 + 2 * dist.get_rank()), mode=mode)
+    with disagreeing("they have other units: c0.experts.1.0 (72 elements, 1 replicas) on rank 0"):
+        train(model, context)
+    context.abort()
+
+
+def taken_together(compiled: bool) -> None:
+    """Each rank uses another expert: the block is one unit, and the gradients are averages."""
+    model, context = experts(fails=False, together=True)
+    whole = copy.deepcopy(model_of(model))
+    forward = torch.compile(model, backend="fsdp_fx", options=EAGER) if compiled else model
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    for window in range(3):
+        for microbatch in range(2):
+            model.chosen = (rank + microbatch) % 2
+            forward(torch.full((2, 8), 1.0 + rank + window)).sum().backward()
+        context.finish_grad_sync()
+        for each, microbatch in itertools.product(range(ranks), range(2)):
+            whole.chosen = (each + microbatch) % 2
+            (whole(torch.full((2, 8), 1.0 + each + window)).sum() / ranks).backward()
+        for found, wanted in zip(model.parameters(), whole.parameters(), strict=True):
+            torch.testing.assert_close(found.grad.full_tensor(), wanted.grad)
+        for parameter in (*model.parameters(), *whole.parameters()):
+            parameter.data.sub_(0.1 * parameter.grad)
+            parameter.grad = None
+    assert context.stats.divergences == 0
+    assert context.stats.replayed_windows == 2
+
+
+def model_of(model: Any) -> Experts:
+    """The same weights, whole and without hooks."""
+    whole = Experts()
+    for mine, theirs in zip(whole.parameters(), model.parameters(), strict=True):
+        mine.data.copy_(theirs.full_tensor())
+    return whole
+
+
+def test_block_whose_units_are_taken_together_trains_with_another_expert_on_each_rank(
+    ranks: RankPools,
+) -> None:
+    ranks(2).run(taken_together, False)
+    ranks(2).run(taken_together, True)
+
+
+def refusals_of_together() -> None:
+    mesh = DeviceMesh("cpu", range(dist.get_world_size()))
+    model = Experts()
+    fully_shard(model, mesh=mesh)
+    context = FSDPContext(mode="recorded")
+    with pytest.raises(ValueError, match="Linear is not inside of a chunk of this call"):
+        context.adopt(model, together=[nn.Linear(2, 2)])
+    with pytest.raises(ValueError, match="Linear has no FSDP2 units"):
+        context.adopt(model, together=[model.before])
+    with pytest.raises(ValueError, match="FSDPExperts and FSDPExperts lie inside of one another"):
+        context.adopt(model, together=[model, model])
+    context.adopt(model, together=[model])
+
+
+def test_modules_that_cannot_be_taken_together_are_refused(ranks: RankPools) -> None:
+    ranks(2).run(refusals_of_together)
+
+
+def replays(microbatches: int) -> int:
+    model, context = experts(fails=False)
+    for _ in range(3):  # the third clears away what the first wrote down
+        train(model, context, microbatches=microbatches)
+    requests = 0
+    methods = ("set", "get", "add", "check", "compare_set", "delete_key", "wait")
+    with pytest.MonkeyPatch.context() as patch:
+        for name in methods:
+            original = getattr(dist.PrefixStore, name)
+
+            def counted(self: Any, *args: Any, original: Any = original) -> Any:
+                nonlocal requests
+                requests += 1
+                return original(self, *args)
+
+            patch.setattr(dist.PrefixStore, name, counted)
+        train(model, context, microbatches=microbatches)
+    assert context.stats.replayed_windows == 3
+    return requests
+
+
+def test_replay_looks_at_the_store_twice_a_window_whatever_its_length(ranks: RankPools) -> None:
+    assert ranks(2).run(replays, 1) == ranks(2).run(replays, 3) == [2, 2]
+
+
+@pytest.mark.parametrize("sizes", [(8, 8), (8, 16)], ids=["same size", "other size"])
+def test_other_experts_are_an_error_on_every_rank(ranks: RankPools, sizes: tuple[int, ...]) -> None:
+    ranks(2).run(in_the_first_window, sizes)
+    ranks(2).run(in_a_replay, sizes, False)
+    ranks(2).run(in_a_replay, sizes, True)
+
+
+def test_ranks_that_differ_otherwise_are_an_error_on_every_rank(ranks: RankPools) -> None:
+    ranks(2).run(with_another_number_of_microbatches)
+    ranks(2).run(with_other_options)
+    ranks(2).run(with_other_units, "recorded")
+    ranks(2).run(with_other_units, "registration")
