@@ -7,7 +7,8 @@ compares what they are about to do where it is not known yet that they agree:
   there, before anything is gathered for it;
 - where a window leaves its program, for another known one or for none, all ranks wait
   for each other;
-- when a trace is committed, all ranks wait for each other and compare what becomes of it.
+- when a trace is committed, all ranks wait for each other and compare what becomes of it;
+- after an abort they wait for each other and compare how many collectives they have issued.
 
 In replay nothing is exchanged. A rank that closes its window only looks whether another
 has left the program that it followed itself.
@@ -25,7 +26,7 @@ import collections
 import hashlib
 import time
 import zlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NoReturn
 
@@ -52,6 +53,13 @@ _SCHEDULES_KEPT = 16
 _AGREED = "agreed"
 _LEFT = "left its program at"
 _CLOSED = "closed a window that was new to it and ended with"
+_RESUMED = "goes on after abort()"
+_ABORT = "Call abort() on every rank after an exception on one"
+_OPENING = "a window to write down"
+_RESTART = (
+    "An exception that not every rank runs into leaves their collectives out of step: start the "
+    "processes again"
+)
 _REMEDY = (
     "Every rank that shards a unit must use the same units in the same order; where the data "
     "decides (a branch, an expert), shard the block as a whole or adopt(..., together=[block])"
@@ -74,15 +82,17 @@ class Schedule:
         units: the shared units and their sizes.
         events: the events of these units, in order.
         operations: the events with the gathers and reductions around them.
+        issued: how many collectives of each unit there have been.
     """
 
     units: tuple[str, ...]
     events: tuple[str, ...]
     operations: tuple[str, ...] = ()
+    issued: tuple[str, ...] = ()
 
     def pack(self) -> str:
         """The schedule as short text, for :meth:`unpack`."""
-        parts = (self.units, self.events, self.operations)
+        parts = (self.units, self.events, self.operations, self.issued)
         text = "\n\n".join("\n".join(part) for part in parts)
         return base64.b64encode(zlib.compress(text.encode())).decode()
 
@@ -106,7 +116,7 @@ class Schedule:
 
         if self.units != other.units:
             _, left, right = _first_difference(self.units, other.units)
-            return f"they have other units: {sides(left, right)}"
+            return f"they have other units or options: {sides(left, right)}"
         if self.events != other.events:
             at, left, right = _first_difference(self.events, other.events)
             return f"event {at} of the units they share is {sides(left, right)}"
@@ -121,6 +131,9 @@ class Schedule:
                 f"their events are the same, but {where} there is {sides(left, right)}: give every "
                 "rank's FSDPContext the same options"
             )
+        if self.issued != other.issued:
+            _, left, right = _first_difference(self.issued, other.issued)
+            return f"collectives after abort(): of unit {sides(left, right)}"
         return None
 
 
@@ -154,7 +167,8 @@ def events_so_far(
     """The schedule of a window, or of its beginning, of which only the events are known."""
     return Schedule(
         tuple(
-            f"{unit.name} ({unit.elements} elements, {unit.replicas} replicas)"
+            f"{unit.name} ({unit.elements} elements, {unit.replicas} replicas, "
+            f"trains parameters {', '.join(map(str, unit.trained)) or 'none'})"
             for unit in units
             if unit.name in shared
         ),
@@ -173,10 +187,24 @@ class Agreements:
     def __init__(self, members: Sequence[tuple[Agreement, frozenset[str]]] = ()) -> None:
         self._members = tuple(members)
 
-    def begin(self, window: int) -> None:
+    def begin(self) -> None:
         """A window opens. See :meth:`Agreement.begin`."""
         for agreement, _ in self._members:
-            agreement.begin(window)
+            agreement.begin()
+
+    def open(self, units: Sequence[UnitSpec], options: str) -> None:
+        """A window opens that knows no program, or whose units have changed.
+
+        See :meth:`Agreement.depart`.
+
+        Args:
+            units: every unit of the context.
+            options: what programs are planned with.
+        """
+        for agreement, shared in self._members:
+            schedule = events_so_far(units, (), shared)
+            schedule = replace(schedule, units=(*schedule.units, options), events=(_OPENING,))
+            agreement.depart(schedule)
 
     def record(self, event: Event, held_for: int = 0) -> None:
         """An event is written down. See :meth:`Agreement.record`.
@@ -219,11 +247,25 @@ class Agreements:
         for agreement, shared in self._members:
             agreement.commit(schedule_of(program, shared))
 
-    @property
-    def verdict(self) -> str | None:
-        """Why some rank raised lately. See :attr:`Agreement.verdict`."""
-        verdicts = (agreement.verdict for agreement, _ in self._members)
-        return next((verdict for verdict in verdicts if verdict is not None), None)
+    def abort(self) -> None:
+        """This rank discards its window. See :meth:`Agreement.abort`."""
+        for agreement, _ in self._members:
+            agreement.abort()
+
+    def resume(self, issued: Mapping[str, int]) -> None:
+        """The first window after an abort opens. See :meth:`Agreement.resume`.
+
+        Args:
+            issued: how many collectives of each unit this rank has issued.
+        """
+        for agreement, shared in self._members:
+            counts = (f"{name} {count} times" for name, count in issued.items() if name in shared)
+            agreement.resume(tuple(counts))
+
+    def check(self, aborts: bool = True) -> None:
+        """Raise what another rank has found out. See :meth:`Agreement.check`."""
+        for agreement, _ in self._members:
+            agreement.check(aborts)
 
 
 def agreements_of(units: Sequence[Unit], timeout: float) -> Agreements:
@@ -254,8 +296,8 @@ def agreements_of(units: Sequence[Unit], timeout: float) -> Agreements:
 class Agreement:
     """Compares the schedules of the ranks that shard some units together.
 
-    Made at the same place of the program on each of them. Windows are named by their
-    number, which is the same on all ranks.
+    Made at the same place of the program on each of them. What they compare is found by
+    how often they have gone on after an abort, and the windows since then.
 
     Args:
         ranks: the ranks, by their number in the default process group.
@@ -270,27 +312,34 @@ class Agreement:
         self._timeout = timeout
         self._store = store
         self._commits = 0
+        self._resumes = 0
+        self._discarded: str | None = None  # the window that abort() has discarded
+        self._told: str | None = None  # the window of which this rank has raised
         self._agreed: dict[Schedule, None] = {}
-        self._window = 0
+        self._window = -1
         self._departures = 0
         self._departures_before = 0  # in the window before
         self._recorded = 0
-        self._written: collections.deque[tuple[int, int]] = collections.deque()
+        self._begun = 0
+        self._written: collections.deque[tuple[int, str, int]] = collections.deque()
         self._kept: collections.deque[str] = collections.deque()
 
-    def begin(self, window: int) -> None:
-        """A window opens.
-
-        Args:
-            window: its number.
-        """
+    def begin(self) -> None:
+        """A window opens."""
+        self._begun += 1
         if self._recorded:
-            self._written.append((self._window, self._recorded))
-        self._departures_before = self._departures if window == self._window + 1 else 0
-        self._window, self._departures, self._recorded = window, 0, 0
+            self._written.append((self._begun, self._place(0), self._recorded))
         # A rank that is two windows behind would find nothing to compare with, no more.
-        while self._written and self._written[0][0] < window - 1:
-            self._forget_recorded(*self._written.popleft())
+        while self._written and self._written[0][0] < self._begun - 1:
+            _, place, count = self._written.popleft()
+            self._forget_recorded(place, count)
+        self._departures_before = self._departures
+        self._window += 1
+        self._departures = self._recorded = 0
+
+    def _place(self, back: int) -> str:
+        """What this window, or one before it, is called in the store."""
+        return f"{self._resumes}/{self._window - back}"
 
     def record(self, label: str) -> None:
         """Compare the next event that is written down with that of the first rank there.
@@ -300,13 +349,13 @@ class Agreement:
         """
         place = self._recorded
         self._recorded += 1
-        key = f"recorded/{self._window}/{place}"
+        key = f"recorded/{self._place(0)}/{place}"
         found = self._store.compare_set(key, "", f"{self._rank} {label}").decode()
         rank, other = found.split(" ", 1)
         if other != label:
             self._disagree(
                 f"the ranks disagree: event {place} written down of the units they share is {label} "
-                f"on rank {self._rank} and {other} on rank {rank}"
+                f"on rank {self._rank} and {other} on rank {rank}. {_REMEDY}"
             )
 
     def depart(self, schedule: Schedule) -> None:
@@ -319,9 +368,9 @@ class Agreement:
         Raises:
             RanksDisagreeError: on every rank, if one left elsewhere or not at all.
         """
-        key = self._departure(self._window, self._departures)
+        key = f"departure/{self._place(0)}/{self._departures}"
         self._departures += 1
-        self._compare(key, schedule, _LEFT)
+        self._compare(key, schedule, _LEFT, _REMEDY)
 
     def look(self) -> None:
         """See whether another rank has left its program where this one did not.
@@ -329,13 +378,12 @@ class Agreement:
         Raises:
             RanksDisagreeError: one has, in this window or in the one before.
         """
-        for window, departures in (
-            (self._window, self._departures),
-            (self._window - 1, self._departures_before),
-        ):
-            key = self._departure(window, departures)
-            if window >= 0 and self._store.check([f"{key}/first"]):
-                self._disagree(f"{self._first_to(key, _LEFT)}, and rank {self._rank} did not", key)
+        for back, departures in ((0, self._departures), (1, self._departures_before)):
+            key = f"departure/{self._place(back)}/{departures}"
+            if self._window >= back and self._store.check([f"{key}/first"]):
+                self._disagree(
+                    f"{self._first_to(key, _LEFT)}, and rank {self._rank} did not. {_REMEDY}", key
+                )
 
     def commit(self, schedule: Schedule) -> None:
         """Wait for the other ranks and compare what they will all replay.
@@ -349,27 +397,55 @@ class Agreement:
         """
         if schedule in self._agreed:
             return  # what differs from the programs before is none of these ranks' units
-        key = f"commit/{self._commits}"
+        key = f"commit/{self._resumes}/{self._commits}"
         self._commits += 1
-        self._compare(key, schedule, _CLOSED)
+        self._compare(key, schedule, _CLOSED, _REMEDY)
         self._agreed[schedule] = None
         if len(self._agreed) > _SCHEDULES_KEPT:
             del self._agreed[next(iter(self._agreed))]
 
-    @property
-    def verdict(self) -> str | None:
-        """Why some rank raised :class:`RanksDisagreeError` lately; None if none did."""
-        for window in (self._window, self._window - 1):
-            key = f"disagreement/{window}"
-            if self._store.check([key]):
-                return self._store.get(key).decode()
-        return None
+    def abort(self) -> None:
+        """Let ranks know that wait for this one in the window that it discards."""
+        text = f"rank {self._rank} has discarded its window with abort()"
+        self._store.compare_set(f"aborted/{self._place(0)}", "", text)
 
-    @staticmethod
-    def _departure(window: int, number: int) -> str:
-        return f"departure/{window}/{number}"
+    def resume(self, issued: tuple[str, ...]) -> None:
+        """Wait until every rank has discarded its window, and compare what they have issued.
 
-    def _compare(self, key: str, schedule: Schedule, what: str) -> None:
+        Args:
+            issued: the collectives of this rank so far, as lines of text.
+
+        Raises:
+            RanksDisagreeError: on every rank, if one has issued others, or did not abort.
+        """
+        key = f"resume/{self._resumes}"
+        self._discarded = self._place(1)  # the window before this one
+        self._resumes += 1
+        self._commits = self._departures = self._departures_before = self._recorded = 0
+        self._window = 0
+        self._compare(key, Schedule((), (), issued=issued), _RESUMED, _RESTART)
+        self._discarded = None
+
+    def check(self, aborts: bool = True) -> None:
+        """See whether another rank has found out that the ranks differ.
+
+        Args:
+            aborts: whether to look for ranks that have discarded this window, too.
+
+        Raises:
+            RanksDisagreeError: one has.
+        """
+        for place in (self._place(0), self._place(1), self._discarded):
+            key = f"disagreement/{place}"
+            if place not in (None, self._told) and self._store.check([key]):
+                self._told = place
+                raise RanksDisagreeError(self._store.get(key).decode())
+        key = f"aborted/{self._place(0)}"
+        if aborts and self._store.check([key]):
+            aborted = self._store.get(key).decode()
+            self._disagree(f"{aborted}, and rank {self._rank} waits for it there. {_ABORT}")
+
+    def _compare(self, key: str, schedule: Schedule, what: str, remedy: str) -> None:
         store, me = self._store, self._rank
         packed = schedule.pack()
         mine = f"{me} {hashlib.sha256(packed.encode()).hexdigest()}"
@@ -382,17 +458,17 @@ class Agreement:
             (low, one), (high, other) = sides
             found = one.difference(other, f"rank {low}", f"rank {high}")
             if found is not None:
-                self._conclude(key, f"the ranks disagree: {found}")
+                self._conclude(key, f"the ranks disagree: {found}. {remedy}")
         store.set(f"{key}/arrived {me}", "yes")
         if store.add(f"{key}/arrived", 1) == len(self.ranks):
             self._conclude(key, _AGREED)
             self._forget_comparison()
-        self._await_verdict(key, what)
+        self._await_verdict(key, what, remedy)
         if self._kept:
             store.delete_key(f"{self._kept.popleft()}/arrived {me}")
         self._kept.append(key)
 
-    def _await_verdict(self, key: str, what: str) -> None:
+    def _await_verdict(self, key: str, what: str, remedy: str) -> None:
         store = self._store
         began = time.monotonic()
         while not store.check([f"{key}/verdict"]):
@@ -404,8 +480,9 @@ class Agreement:
                 self._conclude(
                     key,
                     f"{self._first_to(key, what)}, and rank {', '.join(missing)} did not within "
-                    f"{self._timeout:g} s",
+                    f"{self._timeout:g} s. {remedy}",
                 )
+            self.check()
             # Ten thousand ranks that wait for one must not keep the store busy.
             time.sleep(min(waited / 4 + 1e-4, _LONGEST_PAUSE))
         verdict = store.get(f"{key}/verdict").decode()
@@ -415,21 +492,22 @@ class Agreement:
     def _first_to(self, key: str, what: str) -> str:
         rank = self._store.get(f"{key}/first").decode().split()[0]
         events = Schedule.unpack(self._store.get(f"{key}/schedule")).events
-        return f"the ranks disagree: rank {rank} {what} event {len(events) - 1}, {events[-1]}"
+        last = f" event {len(events) - 1}, {events[-1]}" if events else ""
+        return f"the ranks disagree: rank {rank} {what}{last}"
 
     def _disagree(self, verdict: str, *waiting: str) -> NoReturn:
         """Raise here, where ranks wait under the keys ``waiting``, and after failures elsewhere."""
         for key in waiting:
             self._conclude(key, verdict)
-        message = f"{verdict}. {_REMEDY}"
-        self._store.compare_set(f"disagreement/{self._window}", "", message)
-        raise RanksDisagreeError(message)
+        self._told = self._place(0)
+        self._store.compare_set(f"disagreement/{self._told}", "", verdict)
+        raise RanksDisagreeError(verdict)
 
     def _conclude(self, key: str, verdict: str) -> None:
         # The first verdict stays.
         self._store.compare_set(f"{key}/verdict", "", verdict)
 
-    def _forget_recorded(self, window: int, count: int) -> None:
+    def _forget_recorded(self, window: str, count: int) -> None:
         # Each rank removes a part.
         for place in range(self.ranks.index(self._rank), count, len(self.ranks)):
             self._store.delete_key(f"recorded/{window}/{place}")

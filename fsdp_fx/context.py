@@ -29,7 +29,7 @@ from .program import Program
 from .report import Fallback, GraphKey, Report
 from .residency import Residency, Stats
 from .torch_internals import inside_autograd_node
-from .trace import Trace, registration_trace
+from .trace import Trace, UnitSpec, registration_trace
 from .units import (
     ShardedModule,
     Unit,
@@ -117,13 +117,16 @@ class FSDPContext:
         self._library = ProgramLibrary()
         residency = Residency(self.stats)
         residency.on_failure = self._weak(FSDPContext._collective_failed)
+        residency.on_waiting = self._weak(FSDPContext._check_ranks)
         self._window = Window(residency, self._library, reduce_gradients)
         self._window.closes_itself = mode == "registration"
+        self._window.options = str(self._options)
         self._window.on_open = self._weak(FSDPContext._begin_window)
         self._window.on_overdue = self._weak(FSDPContext._pass_ended)
         self._report = Report()
         self._guard: weakref.finalize[[], FSDPContext] | None = None
         self._units: dict[str, Unit] = {}
+        self._specified: tuple[UnitSpec, ...] = ()
         self._chunks: dict[str, weakref.ref[nn.Module]] = {}
         self._hooks: list[ModuleHooks] = []
         self._owners: list[OwnerHooks] = []
@@ -181,10 +184,14 @@ class FSDPContext:
         self._require_together(together, modules)
         for module in modules:
             self._adopt(module, together)
-        self._library.specify(tuple(unit.spec for unit in self._units.values()))
+        self._specify()
         self._window.agreements = agreements_of(self.units, self._agreement_timeout)
         if self._guard is None:
             self._guard = weakref.finalize(self, guard_optimizers(self._window))
+
+    def _specify(self) -> None:
+        self._specified = tuple(unit.spec for unit in self._window.units)
+        self._library.specify(self._specified)
 
     def _require_adoptable(self, module: nn.Module, before: list[nn.Module]) -> None:
         if not isinstance(module, nn.Module):
@@ -480,6 +487,9 @@ class FSDPContext:
 
         return call
 
+    def _check_ranks(self) -> None:
+        self._window.agreements.check()
+
     def _collective_failed(self, what: str, unit: Unit, error: Exception) -> None:
         self._window.collective_failed(what, unit, error)
 
@@ -506,11 +516,7 @@ class FSDPContext:
             owner.end_evaluations()
         _, divergence = self._window.close(every_forward, self._commit)
         if divergence is not None:
-            self._report.fall_back(
-                Fallback(
-                    f"window {number}", "left its program and was recorded as a new one", divergence
-                )
-            )
+            self._report.leave_program(number, divergence)
 
     def _commit(self, trace: Trace) -> None:
         program = plan(trace, self._options)
@@ -530,8 +536,10 @@ class FSDPContext:
     def _begin_window(self) -> None:
         units = self._window.units
         # Frozen or not may have changed since the window before.
-        if any([unit.respecify() for unit in units]):
-            self._library.specify(tuple(unit.spec for unit in units))
+        changed = any([unit.respecify() for unit in units])
+        if changed or len(units) != len(self._specified):
+            self._specify()
+            self._window.respecified = True
         if self.mode == "registration" and self._library.latest is None:
             self._commit(registration_trace([unit.spec for unit in units]))
 

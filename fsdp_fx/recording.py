@@ -8,6 +8,7 @@ window's question.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from .library import BoundProgram, Key
 from .program import end_order
@@ -30,15 +31,24 @@ class Recording:
         self._occurrences: dict[Key, int] = {}
 
     @classmethod
-    def beginning_of(cls, bound: BoundProgram, position: int) -> Recording:
-        """What a window has recorded that followed ``bound`` up to ``position`` and leaves it.
+    def beginning_of(cls, bound: BoundProgram, microbatches: Sequence[int]) -> Recording:
+        """What a window has recorded that followed ``bound`` so far and leaves it.
 
         Uses that are under way write their end down when it comes.
+
+        Args:
+            bound: the program.
+            microbatches: the microbatch of each event so far. The program's may be others
+                in the same order of units.
         """
         trace = bound.program.trace
+        position = len(microbatches)
         recording = cls()
         recording._keys = list(bound.keys[:position])
-        recording._events = list(trace.events[:position])
+        recording._events = [
+            replace(event, microbatch=microbatch)
+            for event, microbatch in zip(trace.events, microbatches, strict=False)
+        ]
         recording._ends = [min(end, position - 1) for end in trace.ends[:position]]
         recording._reduces = {index for index in trace.reduces if index < position}
         ended = sorted(range(position), key=lambda index: end_order(trace, index))

@@ -20,6 +20,8 @@ __all__ = ["Fallback", "GraphKey", "Report"]
 
 logger = logging.getLogger("fsdp_fx")
 
+_LINES = 32
+
 
 class GraphKey(NamedTuple):
     """Which transformed graph: of which chunk, direction and variant.
@@ -92,6 +94,21 @@ class Report:
             Fallback(where, "ran eagerly", f"{why} (TORCH_LOGS=graph_breaks tells more)")
         )
 
+    def leave_program(self, window: int, why: str) -> None:
+        """Note that a window left its program and was recorded as a new one; one log line each.
+
+        A run that meets more kinds of windows than programs are kept does so again and
+        again: after some the log has had enough.
+        """
+        what = "left its program and was recorded as a new one"
+        known = next((each for each in self.fallbacks if each.what == what), None)
+        count = self.fallbacks.pop(known) if known is not None else 0
+        fallback = Fallback(f"window {window}", what, why)
+        self.fallbacks[fallback] = count + 1
+        if count < _LINES:
+            more = "; further ones are counted in explain()" if count == _LINES - 1 else ""
+            logger.warning("fell back: %s%s", fallback, more)
+
     def fall_back(self, fallback: Fallback) -> None:
         """Note ``fallback``; one log line at the first time of its place.
 
@@ -118,10 +135,9 @@ class Report:
         lines = [
             f"{mode} mode, {_count(len(chunks), 'chunk')}, "
             f"{_count(len(programs), 'program')} known",
-            f"windows: {stats.windows} closed: {stats.recorded_windows} recorded "
-            f"({stats.divergences} of them because they left their program), "
-            f"{stats.replayed_windows} replayed ({stats.switches} of them by switching to another "
-            f"known program); {stats.aborts} aborted",
+            f"windows: {stats.windows} closed ({stats.recorded_windows} recorded, "
+            f"{stats.replayed_windows} replayed), {stats.aborts} aborted; {stats.divergences} left "
+            f"their program for a new one, {stats.switches} for a known one",
             f"gathers: {stats.gathers}, {stats.on_demand_gathers} on demand, "
             f"{stats.prefetched_gathers} ahead of need, {stats.dropped_gathers} dropped unused",
             f"reductions: {stats.reductions}",

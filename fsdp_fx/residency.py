@@ -69,11 +69,13 @@ class Residency:
     Attributes:
         on_failure: told of a collective that raised: what it was, the unit, and the
             error, which goes on unless this raises another.
+        on_waiting: called now and then while the host waits for a gather.
     """
 
     def __init__(self, stats: Stats) -> None:
         self.stats = stats
         self.on_failure: Callable[[str, Unit, Exception], None] | None = None
+        self.on_waiting: Callable[[], None] | None = None
 
     def prefetch(self, unit: Unit) -> None:
         """Start a gather ahead of need, unless the unit is there or on its way."""
@@ -97,7 +99,7 @@ class Residency:
             self.stats.on_demand_gathers += 1
         if not unit.unsharded:
             try:
-                unit.wait()
+                unit.wait(self.on_waiting)
             except Exception as error:
                 self._failed("gather", unit, error)
                 raise

@@ -34,6 +34,7 @@ class UnitSpec:
         trainable: whether any parameter requires a gradient.
         replicas: how many groups of ranks hold the same shards, and so have their
             reduced gradients all-reduced; 1 for a unit that is only sharded.
+        trained: indices of the parameters that require a gradient.
     """
 
     name: str
@@ -43,6 +44,7 @@ class UnitSpec:
     gradient_bytes: int
     trainable: bool
     replicas: int = 1
+    trained: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import datetime
 import inspect
-import logging
+import time
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast, overload
 
@@ -47,7 +48,7 @@ __all__ = [
     "unit_of_tensor",
 ]
 
-logger = logging.getLogger("fsdp_fx")
+_PATIENCE = datetime.timedelta(seconds=4)
 
 SUPPORTED_TORCH = "2.11 to 2.14"
 
@@ -237,6 +238,8 @@ class Unit:
     Attributes:
         spec: name, sizes and chunk, as plain data.
         holds: how many uses of the full parameters are under way.
+        collectives: gathers and reductions issued so far.
+        reduced: whether gradients were reduced in the window.
         contributed: whether a backward that accumulates gradients has begun or ended
             since the last reduction: the same on every rank, whoever has gradients.
         communication: the streams shared by the context's units.
@@ -250,11 +253,13 @@ class Unit:
         "_partial_layout",
         "_required",
         "_trainable",
+        "collectives",
         "communication",
         "contributed",
         "free_at_release",
         "holds",
         "in_flight",
+        "reduced",
         "spec",
         "unsharded",
     )
@@ -264,6 +269,8 @@ class Unit:
         self.spec = spec
         self.communication = communication
         self.holds = 0
+        self.collectives = 0
+        self.reduced = False
         self.free_at_release = False
         self.in_flight = False
         self.unsharded = False
@@ -314,10 +321,18 @@ class Unit:
         with group.use_training_state(TrainingState.FORWARD), _normal_tensors():
             group.unshard(async_op=group.device.type == "cpu")
         self.in_flight = True
+        self.collectives += 1
 
-    def wait(self) -> None:
-        """Make compute wait for this unit's own gather; the parameters are full after it."""
+    def wait(self, on_waiting: Callable[[], None] | None = None) -> None:
+        """Make compute wait for this unit's own gather; the parameters are full after it.
+
+        Args:
+            on_waiting: called every few seconds in which a gather on the CPU is not done:
+                the other ranks may never come. It may raise.
+        """
         group = self.group
+        if on_waiting is not None and group.device.type == "cpu":
+            self._wait_patiently(on_waiting)
         # PRE_BACKWARD gives the gather's buffer back right after the copy-out, where
         # FORWARD would keep it until the next wait.
         with group.use_training_state(TrainingState.PRE_BACKWARD), _normal_tensors():
@@ -328,6 +343,22 @@ class Unit:
             self._register_parameters()
         if not self._exposures:
             self._point_modules_at_sharded()
+
+    def _wait_patiently(self, on_waiting: Callable[[], None]) -> None:
+        result = self.group._all_gather_result
+        work = result.all_gather_work if result is not None else None
+        if work is None or work.is_completed():
+            return
+        while True:
+            began = time.monotonic()
+            try:
+                work.wait(_PATIENCE)
+                return
+            except RuntimeError:
+                # Not done yet; a failure would have come back before.
+                if time.monotonic() - began < 0.5 * _PATIENCE.total_seconds():
+                    raise
+                on_waiting()
 
     def free(self) -> None:
         """Give the full parameters' memory back. A gather in flight is waited for first."""
@@ -377,11 +408,11 @@ class Unit:
         self.holds = 0
         self.free_at_release = False
         self._exposures = 0
-        try:
-            self.free()
-        except RuntimeError as error:
-            logger.warning("a gather of unit %s in flight had failed: %s", self.spec.name, error)
-            self.free()
+        if self.in_flight and self.group.device.type == "cpu":
+            # Other ranks may never come to it. The process group keeps its buffers.
+            self.in_flight = False
+            self.group._all_gather_result = None
+        self.free()
         self._point_modules_at_sharded()
         for parameter in self.group.fsdp_params:
             if hasattr(parameter, "_unsharded_param"):
@@ -618,6 +649,8 @@ class Unit:
                 "a window; call requires_grad_() on a replicated unit between windows"
             )
         self.contributed = False
+        self.reduced = True
+        self.collectives += 1
         group = self.group
         group.all_reduce_grads = all_reduce
         try:
@@ -1075,12 +1108,14 @@ def _hold_modules_weakly(state: FSDPState) -> None:
 
 def _specify(group: FSDPParamGroup, name: str, chunk: str) -> UnitSpec:
     elements = size = gradient = 0
-    for parameter in group.fsdp_params:
+    trained = []
+    for index, parameter in enumerate(group.fsdp_params):
         numel = parameter._orig_size.numel()
         dtype = parameter.param_dtype or parameter.orig_dtype
         elements += numel
         size += numel * dtype.itemsize
         if parameter.sharded_param.requires_grad:
+            trained.append(index)
             gradient += numel * (parameter.reduce_dtype or dtype).itemsize
     return UnitSpec(
         name=name,
@@ -1090,4 +1125,5 @@ def _specify(group: FSDPParamGroup, name: str, chunk: str) -> UnitSpec:
         gradient_bytes=gradient,
         trainable=gradient > 0,
         replicas=getattr(group.mesh_info, "replicate_mesh_size", 1),
+        trained=tuple(trained),
     )

@@ -60,6 +60,8 @@ class Window:
         number: windows closed or aborted before this one.
         cursor: position of the next event.
         agreements: compares events with those of the other ranks.
+        options: what programs are planned with, as text.
+        respecified: to be set where the units of this window are not what they were.
         current: the chunk's forward that is running, innermost last.
         backward_call: the forward call whose backward is running.
         on_open: called before the first event of each window.
@@ -80,6 +82,9 @@ class Window:
         self.units: list[Unit] = []
         self.communication: Communication | None = None
         self.number = 0
+        self.options = ""
+        self.respecified = False
+        self._aborted = False
         self._evaluating = 0
         self.agreements = Agreements()
         self.on_open: Callable[[], None] | None = None
@@ -106,6 +111,7 @@ class Window:
         self._accumulating: set[int] = set()
         self._trains = False  # whether the outermost pass reached a training forward
         self._recording = Recording()
+        self._followed: list[int] = []  # the microbatch of each event that followed a program
         self._with_gradients: set[Unit] = set()
 
     def put_off_close(self) -> None:
@@ -150,7 +156,9 @@ class Window:
         microbatch = -1
         if training:
             if self._passes:
-                self.fail(f"an autograd pass did not end before a forward of {chunk} began")
+                self.fail(self._pass_not_ended())
+            if self.failure is not None:
+                raise IncompleteWindowError(self._not_whole(self.failure))
             self._open()
             counter = (chunk, module)
             microbatch = self._microbatches.get(counter, 0)
@@ -212,13 +220,15 @@ class Window:
             f"fsdp_fx: the {what} of unit {unit.spec.name} failed in window {self.number}, {after}; "
             "call abort() on every rank before the step is repeated"
         )
+        if isinstance(error, RanksDisagreeError):
+            return
         try:
-            verdict = self.agreements.verdict
+            # Another rank that has aborted may have run into the same error.
+            self._agree(self.agreements.check, aborts=False)
+        except RanksDisagreeError as disagreement:
+            raise disagreement from error
         except RuntimeError as unreachable:
             error.add_note(f"fsdp_fx: whether the ranks differ is not known: {unreachable}")
-            return
-        if verdict is not None:
-            raise RanksDisagreeError(verdict) from error
 
     def _forget_deleted(self) -> None:
         """A model may be deleted while its context, with other chunks, goes on."""
@@ -238,14 +248,21 @@ class Window:
         if self._opened:
             return
         self._forget_deleted()
-        self.agreements.begin(self.number)
+        self.agreements.begin()
+        if self._aborted:
+            issued = {unit.spec.name: unit.collectives for unit in self.units}
+            self._agree(self.agreements.resume, issued)
+            self._aborted = False
         if self.on_open is not None:
             self.on_open()
         self._opened = True
         self.following = self.library.latest
-        if self.following is None:
+        if self.following is None or self.respecified:
+            self.respecified = False
             units = tuple(unit.spec for unit in self.units)
-            self._agree(self.agreements.depart, units, (), "a window to write down", "any program")
+            self._agree(self.agreements.open, units, self.options)
+        for unit in self.units:
+            unit.reduced = False
         self._with_gradients = {unit for unit in self.units if unit.has_reduced_gradients}
         if self.communication is not None:
             self.communication.wait_for_compute()
@@ -289,6 +306,7 @@ class Window:
             else:
                 return self._record(unit, phase, call)
             self.cursor = position + 1
+            self._followed.append(call.microbatch)
             residency = self.residency
             for other in step.gathers:
                 if other is not unit:
@@ -428,6 +446,7 @@ class Window:
             wanted = tuple((unit, phase) for unit in units)
             if following.keys[position:stop] == wanted or self._leave(wanted):
                 self.cursor = stop
+                self._followed.extend([call.microbatch] * count)
                 return position
         for index, unit in enumerate(units):
             event = self._recording.add(unit, phase, call.microbatch, end=position + ends[index])
@@ -468,16 +487,16 @@ class Window:
             wanted = other.resident_before(position) | {found[0][0]}
             self.residency.free_idle([unit for unit in self.units if unit not in wanted])
             return True
-        self._diverge(left, position, here, f"{unit.spec.name} {phase}")
+        self._diverge(left, here, f"{unit.spec.name} {phase}")
         self.residency.free_idle([unit for unit in self.units if unit is not found[0][0]])
         return False
 
-    def _diverge(self, left: BoundProgram, position: int, here: int, found: str) -> None:
-        """From ``position`` on no program is followed: event ``here`` was another."""
+    def _diverge(self, left: BoundProgram, here: int, found: str) -> None:
+        """From here on no program is followed: event ``here`` was another."""
         self.divergence = f"at event {here}: expected {self._expected(left, here)}, found {found}"
         self.residency.stats.divergences += 1
         self.following = None
-        self._recording = Recording.beginning_of(left, position)
+        self._recording = Recording.beginning_of(left, self._followed)
 
     @staticmethod
     def _expected(left: BoundProgram, here: int) -> str:
@@ -610,6 +629,7 @@ class Window:
                 f"no weight gradients of {name} are delayed: run its backward to the end before "
                 "weight_gradients(), and enter that once per backward"
             )
+        self._delayed.remove(delayed)
         number = self.number
         for unit in units:
             unit.expose()
@@ -627,7 +647,6 @@ class Window:
                     unit.conceal()
         if number != self.number:
             return  # aborted inside
-        self._delayed.remove(delayed)
         for use in delayed.uses:
             # Autograd does not see what adds to the gradients here.
             use.accumulates = True
@@ -696,7 +715,7 @@ class Window:
             self.following = shorter
             self.residency.stats.switches += 1
             return
-        self._diverge(left, self.cursor, self.cursor, _END)
+        self._diverge(left, self.cursor, _END)
 
     def flush_gradients(self, chunk: str | None = None) -> None:
         """Reduce what is not reduced yet and make the current stream wait for all of it.
@@ -715,18 +734,22 @@ class Window:
                 self.residency.reduce(unit)
         self._finish_reductions()
 
-    def _last_event(self) -> str:
-        """The event that began last, for a message."""
+    def _pass_not_ended(self) -> str:
         if self.following is not None:
             events: Sequence[Event] = self.following.program.trace.events[: self.cursor]
         else:
             events = self._recording.events
-        return f" after {events[-1]} (event {len(events) - 1})" if events else ""
+        after = f" after {events[-1]} (event {len(events) - 1})" if events else ""
+        return f"an autograd pass has not ended: an exception crossed it{after}"
 
     def _require_whole(self, every_forward: bool) -> None:
         problem = self.failure
         if problem is None and self._passes:
-            problem = f"an autograd pass has not ended: an exception crossed it{self._last_event()}"
+            problem = (
+                "finish_grad_sync() was called inside of an autograd pass"
+                if current_graph_task() != -1
+                else self._pass_not_ended()
+            )
         if problem is None:
             for call in self._calls:
                 if not call.finished:
@@ -751,16 +774,20 @@ class Window:
                 problem = f"unit {held.spec.name} is still in use"
         if problem is None and self.cursor == 0 and every_forward:
             problem = "it has no compute event"
-        if problem is None:
-            return
-        expected = ""
+        if problem is not None:
+            raise IncompleteWindowError(self._not_whole(problem))
+
+    def _not_whole(self, problem: str) -> str:
+        text = f"window {self.number} is not whole: {problem}"
+        if self.failure is not None or (self._passes and current_graph_task() == -1):
+            return f"{text}. Discard it with abort(), on every rank, and repeat the step"
         if self.following is not None and self.cursor < len(self.following.keys):
             event = self.following.program.trace.events[self.cursor]
-            expected = f"; the next event expected is {event} (event {self.cursor})"
-        raise IncompleteWindowError(
-            f"window {self.number} is not whole: {problem}{expected}. Run what is missing "
-            "before finish_grad_sync(), or discard the window with abort(). A forward that was "
-            "an evaluation belongs under evaluation() or torch.no_grad()"
+            text += f"; the next event expected is {event} (event {self.cursor})"
+        return (
+            f"{text}. Run what is missing before finish_grad_sync(), or discard the window with "
+            "abort(). A forward that was an evaluation belongs under evaluation() or "
+            "torch.no_grad()"
         )
 
     def _finish_reductions(self) -> None:
@@ -783,11 +810,14 @@ class Window:
         if self._opened:
             for unit in self.units:
                 if unit in self._with_gradients:
-                    tainted.append(unit)
+                    if unit.reduced:
+                        tainted.append(unit)
                 else:
                     unit.clear_reduced_gradients()
             self.residency.stats.aborts += 1
+            self.agreements.abort()
         # Also if nothing had happened on this rank yet: on another it may have.
+        self._aborted = True
         self.number += 1
         self._begin()
         return tainted

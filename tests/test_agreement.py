@@ -20,12 +20,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from fsdp_fx import Event, FSDPContext, RanksDisagreeError
+from fsdp_fx import Event, FSDPContext, IncompleteWindowError, RanksDisagreeError
 from fsdp_fx.agreement import Agreement, Agreements, Schedule, events_so_far, schedule_of
 from fsdp_fx.passes import PassOptions, plan
-from ranks import RankPools
+from ranks import RankPool, RankPools
 from traces import trace
 
+GROUP_TIMEOUT = 60.0  # seconds
 EAGER = {"region_compiler": "eager"}
 STEP = "c0 F0: a b; c0 B0: b a"
 OTHER = "c0 F0: a c; c0 B0: c a"
@@ -62,7 +63,7 @@ def run_ranks(
 
     def run(rank: int) -> None:
         agreement = Agreement(range(len(bodies)), rank, store, timeout)
-        agreement.begin(0)
+        agreement.begin()
         try:
             bodies[rank](agreement)
         except RanksDisagreeError as error:
@@ -120,9 +121,11 @@ def test_difference_of_options_says_after_which_event() -> None:
 
 def test_difference_of_units_is_told_before_their_events() -> None:
     here = schedule(STEP)
-    there = Schedule((here.units[0], "c0.b (7 elements, 1 replicas)"), ("c0.b F0",))
+    there = Schedule(
+        (here.units[0], "c0.b (7 elements, 1 replicas, trains parameters none)"), ("c0.b F0",)
+    )
     assert here.difference(there, "me", "you") == (
-        "they have other units: c0.b (100 elements, 1 replicas) on me and c0.b (7 elements, 1 replicas) on you"
+        "they have other units or options: c0.b (100 elements, 1 replicas, trains parameters none) on me and c0.b (7 elements, 1 replicas, trains parameters none) on you"
     )
 
 
@@ -196,7 +199,9 @@ def test_ranks_can_agree_again_after_they_did_not() -> None:
         def run(agreement: Agreement) -> None:
             with pytest.raises(RanksDisagreeError):
                 agreement.commit(begun(text))
-            agreement.begin(1)
+            agreement.abort()
+            agreement.begin()
+            agreement.resume(("c0.a 2 times",))
             agreement.commit(schedule(STEP))
 
         return run
@@ -232,7 +237,6 @@ def test_rank_that_comes_second_to_another_event_raises_before_it_goes_on() -> N
                 reached.append(str(event))
         finally:
             assert reached == ["c0.a F0"]
-            assert agreement.verdict is not None
 
     raised = run_ranks(one, two)
     assert raised[0] == ""
@@ -256,7 +260,7 @@ def test_what_an_aborted_window_wrote_down_is_not_compared_with_the_next() -> No
     def body(agreement: Agreement) -> None:
         agreement.record("c0.a F0")
         agreement.record("c0.b F0")
-        agreement.begin(1)
+        agreement.begin()
         agreement.record("c0.b F0")
 
     assert run_ranks(body, body) == ["", ""]
@@ -283,144 +287,8 @@ def test_ranks_that_leave_their_program_for_other_events_all_raise() -> None:
     assert "c0.b F0 on rank" in raised[0]
 
 
-@pytest.mark.parametrize("windows", [1, 2])
-def test_rank_that_stays_in_its_program_sees_that_another_has_left(windows: int) -> None:
-    left = threading.Event()
-
-    def leaves(agreement: Agreement) -> None:
-        left.set()
-        agreement.depart(begun("c0 F0: a c"))
-
-    def stays(agreement: Agreement) -> None:
-        if windows == 2:  # it has closed its window before the other leaves
-            agreement.look()
-        assert left.wait(10)
-        time.sleep(0.1)
-        if windows == 2:
-            agreement.begin(1)
-        agreement.look()
-
-    raised = run_ranks(leaves, stays)
-    assert raised[0] == raised[1]
-    assert "rank 0 left its program at event 1, c0.c F0, and rank 1 did not" in raised[0]
-
-
-def test_rank_that_leaves_alone_raises_after_the_deadline() -> None:
-    raised = run_ranks(
-        lambda agreement: agreement.depart(begun("c0 F0: a c")), lambda _: None, timeout=0.2
-    )
-    assert "rank 0 left its program at event 1, c0.c F0, and rank 1 did not within" in raised[0]
-
-
-@settings(max_examples=25, deadline=None)
-@given(st.lists(st.sampled_from(["record", "depart", "commit"]), max_size=8), st.integers(1, 3))
-def test_ranks_that_do_the_same_never_raise(actions: list[str], count: int) -> None:
-    def body(agreement: Agreement) -> None:
-        for number, action in enumerate(actions):
-            agreement.begin(number)
-            if action == "record":
-                agreement.record(f"c0.a F{number}")
-            elif action == "depart":
-                agreement.depart(begun(STEP))
-            else:
-                agreement.commit(schedule("; ".join(f"c0 F{i}: a" for i in range(number + 1))))
-            agreement.look()
-        assert agreement.verdict is None
-
-    assert run_ranks(*[body] * count) == [""] * count
-
-
-def test_store_does_not_grow_with_the_number_of_windows() -> None:
-    stores = []
-    for windows in (6, 24):
-        store = dist.HashStore()
-
-        def body(agreement: Agreement, windows: int = windows) -> None:
-            for number in range(windows):
-                agreement.begin(number)
-                agreement.depart(begun("c0 F0: a b"))
-                agreement.record("c0.a F0")
-                agreement.commit(schedule("; ".join(f"c0 F{i}: a" for i in range(number + 1))))
-
-        assert run_ranks(body, body, store=store) == ["", ""]
-        stores.append(store.num_keys())
-    assert stores[0] == stores[1]
-
-
-# Whole windows
-
-
-class Experts(nn.Module):
-    """Runs one of its experts, the same for the whole batch."""
-
-    def __init__(self, sizes: tuple[int, ...] = (8, 8)) -> None:
-        super().__init__()
-        self.before = nn.Linear(8, 8)
-        self.experts = nn.ModuleList(
-            nn.Sequential(nn.Linear(8, size), nn.Linear(size, 8)) for size in sizes
-        )
-        self.chosen = 0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.experts[self.chosen](self.before(x))
-
-
-@contextlib.contextmanager
-def disagreeing(*patterns: str) -> Iterator[None]:
-    """The block raises, within seconds, and every pattern is in the message."""
-    began = time.monotonic()
-    with pytest.raises(RanksDisagreeError) as error:
-        yield
-    assert time.monotonic() - began < 20
-    for pattern in patterns:
-        assert pattern in str(error.value), str(error.value)
-
-
-def experts(
-    sizes: tuple[int, ...] = (8, 8), fails: bool = True, **options: Any
-) -> tuple[Any, FSDPContext]:
-    if fails:
-        # A group of the test's own: it is of no use after ranks have run into each other.
-        group = dist.new_group(timeout=datetime.timedelta(seconds=2))
-        mesh = DeviceMesh.from_group(group, "cpu")
-        options.setdefault("agreement_timeout", 1.0)
-    else:
-        mesh = DeviceMesh("cpu", range(dist.get_world_size()))
-    model = Experts(sizes)
-    for layer in (model.before, *(layer for expert in model.experts for layer in expert)):
-        fully_shard(layer, mesh=mesh)
-    together = [model] if options.pop("together", False) else []
-    context = FSDPContext(**{"mode": "recorded", **options})
-    context.adopt(model, together=together)
-    return model, context
-
-
-def train(model: Any, context: FSDPContext, chosen: int = 0, microbatches: int = 1) -> None:
-    model.chosen = chosen
-    for _ in range(microbatches):
-        model(torch.ones(2, 8)).sum().backward()
-    context.finish_grad_sync()
-
-
-def in_the_first_window(sizes: tuple[int, ...]) -> None:
-    model, context = experts(sizes)
-    with disagreeing("event 1", "c0.experts.0.0 F0 on rank 0", "c0.experts.1.0 F0 on rank 1"):
-        train(model, context, chosen=dist.get_rank())
-    context.abort()
-
-
-def in_a_replay(sizes: tuple[int, ...], known: bool) -> None:
-    model, context = experts(sizes)
-    train(model, context)
-    if known:
-        train(model, context, chosen=1)
-        train(model, context)
-    with disagreeing(
-        "rank 1 left its program at event 1, c0.experts.1.0 F0 in the place of c0.experts.0.0 F0, "
-        "and rank 0 did not"
-    ):
-        train(model, context, chosen=dist.get_rank())
-    context.abort()
+def test_exception_on_every_rank_can_be_undone(ranks: RankPools) -> None:
+    ranks(2).run(with_an_exception_on_every_rank)
 
 
 def with_another_number_of_microbatches() -> None:
@@ -433,14 +301,30 @@ def with_another_number_of_microbatches() -> None:
 
 def with_other_options() -> None:
     model, context = experts(backward_prefetch=100_000 * dist.get_rank())
-    with disagreeing("their events are the same", "give every rank's FSDPContext the same options"):
+    with disagreeing("other units or options", "backward_prefetch=0", "backward_prefetch=100000"):
+        train(model, context)
+    context.abort()
+
+
+def with_other_frozen_parameters(windows: int, mode: str) -> None:
+    """Of the same size: the collectives would pair up, with each other's gradients."""
+    model, context = experts(mode=mode)
+    for _ in range(windows):
+        train(model, context)
+    layer = model.before
+    (layer.weight if dist.get_rank() == 0 else layer.bias).requires_grad_(False)
+    with disagreeing(
+        "c0.before", "trains parameters 1) on rank 0", "trains parameters 0) on rank 1"
+    ):
         train(model, context)
     context.abort()
 
 
 def with_other_units(mode: str) -> None:
     model, context = experts((8, 8 + 2 * dist.get_rank()), mode=mode)
-    with disagreeing("they have other units: c0.experts.1.0 (72 elements, 1 replicas) on rank 0"):
+    with disagreeing(
+        "they have other units or options: c0.experts.1.0 (72 elements, 1 replicas, trains parameters 0, 1) on rank 0"
+    ):
         train(model, context)
     context.abort()
 
@@ -503,7 +387,7 @@ def test_modules_that_cannot_be_taken_together_are_refused(ranks: RankPools) -> 
 
 def replays(microbatches: int) -> int:
     model, context = experts(fails=False)
-    for _ in range(3):  # the third clears away what the first wrote down
+    for _ in range(4):  # the last clears away what the first wrote down
         train(model, context, microbatches=microbatches)
     requests = 0
     methods = ("set", "get", "add", "check", "compare_set", "delete_key", "wait")
@@ -518,7 +402,7 @@ def replays(microbatches: int) -> int:
 
             patch.setattr(dist.PrefixStore, name, counted)
         train(model, context, microbatches=microbatches)
-    assert context.stats.replayed_windows == 3
+    assert context.stats.replayed_windows == 4
     return requests
 
 
@@ -526,15 +410,268 @@ def test_replay_looks_at_the_store_twice_a_window_whatever_its_length(ranks: Ran
     assert ranks(2).run(replays, 1) == ranks(2).run(replays, 3) == [2, 2]
 
 
+# Last: what they leave in flight would disturb other tests on these ranks.
+
+
+@pytest.fixture(scope="module")
+def wrecked(ranks: RankPools) -> Iterator[RankPool]:
+    """Two ranks that are not used again."""
+    yield ranks(2)
+    ranks(2).close()
+
+
+@pytest.mark.parametrize("windows", [1, 2])
+def test_rank_that_stays_in_its_program_sees_that_another_has_left(windows: int) -> None:
+    left = threading.Event()
+
+    def leaves(agreement: Agreement) -> None:
+        left.set()
+        agreement.depart(begun("c0 F0: a c"))
+
+    def stays(agreement: Agreement) -> None:
+        if windows == 2:  # it has closed its window before the other leaves
+            agreement.look()
+        assert left.wait(10)
+        time.sleep(0.1)
+        if windows == 2:
+            agreement.begin()
+        agreement.look()
+
+    raised = run_ranks(leaves, stays)
+    assert raised[0] == raised[1]
+    assert "rank 0 left its program at event 1, c0.c F0, and rank 1 did not" in raised[0]
+
+
+def test_rank_that_leaves_alone_raises_after_the_deadline() -> None:
+    raised = run_ranks(
+        lambda agreement: agreement.depart(begun("c0 F0: a c")), lambda _: None, timeout=0.2
+    )
+    assert "rank 0 left its program at event 1, c0.c F0, and rank 1 did not within" in raised[0]
+
+
+# After an abort
+
+
+def test_ranks_that_have_issued_the_same_go_on_after_an_abort() -> None:
+    def body(agreement: Agreement) -> None:
+        agreement.abort()
+        agreement.begin()
+        agreement.resume(("c0.a 3 times", "c0.b 2 times"))
+        agreement.check()
+
+    assert run_ranks(body, body) == ["", ""]
+
+
+def test_ranks_that_are_out_of_step_after_an_abort_all_raise() -> None:
+    def body(count: int) -> Callable[[Agreement], object]:
+        def run(agreement: Agreement) -> None:
+            agreement.abort()
+            agreement.begin()
+            agreement.resume((f"c0.a {count} times",))
+
+        return run
+
+    raised = run_ranks(body(3), body(2))
+    assert raised[0] == raised[1]
+    assert (
+        "collectives after abort(): of unit c0.a 3 times on rank 0 and c0.a 2 times on rank 1"
+        in (raised[0])
+    )
+    assert raised[0].endswith("start the processes again")
+
+
+def test_rank_that_waits_in_a_window_that_another_has_discarded_raises() -> None:
+    aborted = threading.Event()
+
+    def aborts(agreement: Agreement) -> None:
+        agreement.abort()
+        aborted.set()
+        agreement.begin()
+        agreement.resume(("c0.a 3 times",))
+
+    def waits(agreement: Agreement) -> None:
+        assert aborted.wait(10)
+        agreement.check()
+
+    raised = run_ranks(aborts, waits)
+    assert raised[0] == raised[1]
+    assert (
+        "rank 0 has discarded its window with abort(), and rank 1 waits for it there" in raised[0]
+    )
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.sampled_from(["record", "depart", "commit"]), max_size=8), st.integers(1, 3))
+def test_ranks_that_do_the_same_never_raise(actions: list[str], count: int) -> None:
+    def body(agreement: Agreement) -> None:
+        for number, action in enumerate(actions):
+            agreement.begin()
+            if action == "record":
+                agreement.record(f"c0.a F{number}")
+            elif action == "depart":
+                agreement.depart(begun(STEP))
+            else:
+                agreement.commit(schedule("; ".join(f"c0 F{i}: a" for i in range(number + 1))))
+            agreement.look()
+        agreement.check()
+
+    assert run_ranks(*[body] * count) == [""] * count
+
+
+def test_store_does_not_grow_with_the_number_of_windows() -> None:
+    stores = []
+    for windows in (6, 24):
+        store = dist.HashStore()
+
+        def body(agreement: Agreement, windows: int = windows) -> None:
+            for number in range(windows):
+                agreement.begin()
+                agreement.depart(begun("c0 F0: a b"))
+                agreement.record("c0.a F0")
+                agreement.commit(schedule("; ".join(f"c0 F{i}: a" for i in range(number + 1))))
+
+        assert run_ranks(body, body, store=store) == ["", ""]
+        stores.append(store.num_keys())
+    assert stores[0] == stores[1]
+
+
+# Whole windows
+
+
+class Experts(nn.Module):
+    """Runs one of its experts, the same for the whole batch."""
+
+    def __init__(self, sizes: tuple[int, ...] = (8, 8)) -> None:
+        super().__init__()
+        self.before = nn.Linear(8, 8)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, size), nn.Linear(size, 8)) for size in sizes
+        )
+        self.chosen = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.experts[self.chosen](self.before(x))
+
+
+@contextlib.contextmanager
+def disagreeing(*patterns: str) -> Iterator[None]:
+    """The block raises, within seconds, and every pattern is in the message."""
+    began = time.monotonic()
+    with pytest.raises(RanksDisagreeError) as error:
+        yield
+    # Long before the group would give up.
+    assert time.monotonic() - began < GROUP_TIMEOUT / 2
+    for pattern in patterns:
+        assert pattern in str(error.value), str(error.value)
+
+
+def experts(
+    sizes: tuple[int, ...] = (8, 8), fails: bool = True, **options: Any
+) -> tuple[Any, FSDPContext]:
+    if fails:
+        # A group of the test's own: it is of no use after ranks have run into each other.
+        group = dist.new_group(timeout=datetime.timedelta(seconds=GROUP_TIMEOUT))
+        mesh = DeviceMesh.from_group(group, "cpu")
+        options.setdefault("agreement_timeout", 1.0)
+    else:
+        mesh = DeviceMesh("cpu", range(dist.get_world_size()))
+    model = Experts(sizes)
+    for layer in (model.before, *(layer for expert in model.experts for layer in expert)):
+        fully_shard(layer, mesh=mesh)
+    together = [model] if options.pop("together", False) else []
+    context = FSDPContext(**{"mode": "recorded", **options})
+    context.adopt(model, together=together)
+    return model, context
+
+
+def train(model: Any, context: FSDPContext, chosen: int = 0, microbatches: int = 1) -> None:
+    model.chosen = chosen
+    for _ in range(microbatches):
+        model(torch.ones(2, 8)).sum().backward()
+    context.finish_grad_sync()
+
+
+def in_the_first_window(sizes: tuple[int, ...]) -> None:
+    model, context = experts(sizes)
+    with disagreeing("event 1", "c0.experts.0.0 F0 on rank 0", "c0.experts.1.0 F0 on rank 1"):
+        train(model, context, chosen=dist.get_rank())
+    context.abort()
+
+
+def in_a_replay(sizes: tuple[int, ...], known: bool) -> None:
+    model, context = experts(sizes)
+    train(model, context)
+    if known:
+        train(model, context, chosen=1)
+        train(model, context)
+    with disagreeing(
+        "rank 1 left its program at event 1, c0.experts.1.0 F0 in the place of c0.experts.0.0 F0, "
+        "and rank 0 did not"
+    ):
+        train(model, context, chosen=dist.get_rank())
+    context.abort()
+
+
+def with_an_exception_on_one_rank(windows: int) -> None:
+    """It cannot be undone: the other rank has issued collectives that this one has not."""
+    model, context = experts(agreement_timeout=30.0)
+    for _ in range(windows):
+        train(model, context)
+    if dist.get_rank() == 1:
+        handle = model.experts[0].register_forward_pre_hook(fail)
+        with pytest.raises(ZeroDivisionError):
+            train(model, context)
+        handle.remove()
+        context.abort()
+    else:
+        with disagreeing("rank 1 has discarded its window", "and rank 0 waits for it there"):
+            train(model, context)
+    context.abort()
+    with disagreeing("collectives after abort(): of unit c0.", "start the processes again"):
+        train(model, context)
+
+
+def fail(*_: Any) -> None:
+    raise ZeroDivisionError
+
+
+def with_an_exception_on_every_rank() -> None:
+    model, context = experts(fails=False)
+    for _ in range(3):
+        handle = model.experts[0].register_forward_pre_hook(fail)
+        with pytest.raises(ZeroDivisionError):
+            train(model, context)
+        handle.remove()
+        with pytest.raises(
+            IncompleteWindowError, match=r"ZeroDivisionError.*Discard it with abort"
+        ):
+            model(torch.ones(2, 8))
+        context.abort()
+        train(model, context)
+    assert context.stats.recorded_windows == 1
+
+
+@pytest.mark.parametrize("windows", [0, 2], ids=["recording", "replaying"])
+def test_exception_on_one_rank_only_is_an_error_on_every_rank(
+    wrecked: RankPool, windows: int
+) -> None:
+    wrecked.run(with_an_exception_on_one_rank, windows)
+
+
 @pytest.mark.parametrize("sizes", [(8, 8), (8, 16)], ids=["same size", "other size"])
-def test_other_experts_are_an_error_on_every_rank(ranks: RankPools, sizes: tuple[int, ...]) -> None:
-    ranks(2).run(in_the_first_window, sizes)
-    ranks(2).run(in_a_replay, sizes, False)
-    ranks(2).run(in_a_replay, sizes, True)
+def test_other_experts_are_an_error_on_every_rank(
+    wrecked: RankPool, sizes: tuple[int, ...]
+) -> None:
+    wrecked.run(in_the_first_window, sizes)
+    wrecked.run(in_a_replay, sizes, False)
+    wrecked.run(in_a_replay, sizes, True)
 
 
-def test_ranks_that_differ_otherwise_are_an_error_on_every_rank(ranks: RankPools) -> None:
-    ranks(2).run(with_another_number_of_microbatches)
-    ranks(2).run(with_other_options)
-    ranks(2).run(with_other_units, "recorded")
-    ranks(2).run(with_other_units, "registration")
+def test_ranks_that_differ_otherwise_are_an_error_on_every_rank(wrecked: RankPool) -> None:
+    wrecked.run(with_another_number_of_microbatches)
+    wrecked.run(with_other_options)
+    wrecked.run(with_other_frozen_parameters, 0, "recorded")
+    wrecked.run(with_other_frozen_parameters, 2, "recorded")
+    wrecked.run(with_other_frozen_parameters, 0, "registration")
+    wrecked.run(with_other_units, "recorded")
+    wrecked.run(with_other_units, "registration")

@@ -312,7 +312,7 @@ def test_explain_tells_of_windows_gathers_programs_and_chunks() -> None:
         step(context, *chunks)
     text = context.explain()
     assert "recorded mode, 2 chunks, 1 program known" in text
-    assert "windows: 2 closed: 1 recorded" in text
+    assert "windows: 2 closed (1 recorded, 1 replayed)" in text
     assert "program 0: 12 events in 4 calls" in text
     assert "chunk c1: eager, scheduled from hooks" in text
     assert "fallbacks: none" in text

@@ -24,7 +24,8 @@ class Unit:
     def __init__(self, spec: Any, notes: list[str]) -> None:
         self.spec = spec
         self.notes = notes
-        self.holds = 0
+        self.holds = self.collectives = 0
+        self.reduced = False
         self.free_at_release = self.in_flight = self.unsharded = False
         self.contributed = self.has_gradients = self.has_reduced_gradients = False
         self.trainable = spec.trainable
@@ -39,7 +40,7 @@ class Unit:
         self._note("gather")
         self.in_flight = True
 
-    def wait(self) -> None:
+    def wait(self, on_waiting: Any = None) -> None:
         assert self.in_flight
         self._note("wait")
         self.in_flight, self.unsharded = False, True
@@ -474,12 +475,14 @@ def names(units: Sequence[Any]) -> list[str]:
 
 def test_abort_frees_resets_and_names_the_units_whose_gradients_were_there_before() -> None:
     run = Run()
-    run["a"].has_reduced_gradients = True
+    run["a"].has_reduced_gradients = run["c"].has_reduced_gradients = True
     run.forward("ab")
     run["b"].has_reduced_gradients = True
+    run["a"].reduced = run["b"].reduced = True  # c holds no part of the window
     run.begin("c", "F", run.call())
     assert names(run.window.abort()) == ["m.a"]
     assert not run["b"].has_reduced_gradients
+    assert run["c"].has_reduced_gradients
     assert not any(unit.unsharded or unit.in_flight or unit.holds for unit in run.units.values())
     assert run.stats.aborts == 1
     assert run.window.abort() == []

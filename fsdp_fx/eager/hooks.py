@@ -316,7 +316,8 @@ class ModuleHooks:
         if compile_callback is not None and self.inner_units:
             self._require_our_backend(module, compile_callback)
             for unit in self.inner_units:
-                self._expose(unit, entry.exposed)
+                if unit.is_alive:
+                    self._expose(unit, entry.exposed)
         if not torch.is_grad_enabled():
             return None
         entry.backward = BackwardOf(self, call)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -27,12 +28,13 @@ def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
             new = map_tensors(function, old)
             if new is not old:
                 changes[field.name] = new
-        return dataclasses.replace(value, **changes) if changes else value
+        return _with_fields(value, changes) if changes else value
     if isinstance(value, tuple) and type(value) is tuple:
         # The arguments themselves: each keeps its identity on its own.
         return tuple(map_tensors(function, item) for item in value)
     if type(value) is dict:
-        return {key: map_tensors(function, item) for key, item in value.items()}
+        items = {key: map_tensors(function, item) for key, item in value.items()}
+        return value if all(items[key] is value[key] for key in value) else items
     leaves, structure = pytree.tree_flatten(value)
     if len(leaves) == 1 and leaves[0] is value:
         return value
@@ -40,6 +42,14 @@ def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
     if all(new is old for new, old in zip(mapped, leaves, strict=True)):
         return value
     return pytree.tree_unflatten(mapped, structure)
+
+
+def _with_fields(value: Any, changes: dict[str, Any]) -> Any:
+    # Not by dataclasses.replace(), which refuses fields that __init__ does not take.
+    result = copy.copy(value)
+    for name, item in changes.items():
+        object.__setattr__(result, name, item)
+    return result
 
 
 def differentiable_tensors(value: Any) -> list[torch.Tensor]:
