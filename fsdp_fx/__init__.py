@@ -14,6 +14,7 @@ from .context import FSDPContext
 from .passes import PassOptions, plan
 from .passes.verify import ProgramError
 from .program import Program
+from .residency import Stats
 from .trace import Event, Trace, UnitSpec
 from .window import IncompleteWindowError
 
@@ -25,6 +26,7 @@ __all__ = [
     "Program",
     "ProgramError",
     "RanksDisagreeError",
+    "Stats",
     "Trace",
     "UnitSpec",
     "plan",

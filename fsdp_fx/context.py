@@ -82,6 +82,9 @@ class FSDPContext:
             their order of events is compared: in a window that is written down, and where
             one leaves its program.
 
+    Attributes:
+        stats: counters since the context was made, a :class:`~fsdp_fx.Stats`.
+
     Raises:
         ValueError: an unknown mode or option value.
     """
@@ -395,6 +398,8 @@ class FSDPContext:
     def weight_gradients(self, owner: nn.Module) -> Iterator[None]:
         """The delayed weight gradients of one backward of ``owner`` are computed inside.
 
+        A context manager: ``with ctx.weight_gradients(layer): layer.backward_dw()``.
+
         The oldest one that is waiting for them. Inside, the modules show the full
         parameters, and what is assigned or added to their ``grad`` is the contribution of
         this microbatch. At the end the unit is freed and its gradients are reduced.
@@ -547,6 +552,8 @@ class FSDPContext:
     def evaluation(self) -> Iterator[None]:
         """Forwards inside are evaluations: no event, no cursor move, no lookahead.
 
+        A context manager: ``with ctx.evaluation(): ...``.
+
         A chunk in eval mode, or entered with gradients off, is one without this. A
         backward through such a forward is not an event either.
         """
@@ -554,7 +561,10 @@ class FSDPContext:
             yield
 
     def abort(self) -> None:
-        """Discard the window after an exception.
+        """Discard the window after an exception, on every rank.
+
+        The next window begins with a comparison of what the ranks have issued: after an
+        exception on some ranks only their collectives are out of step, which is an error.
 
         Every unit is freed and reset, gradients of the window are cleared, the cursor
         goes to 0; the programs stay. Units that had gradients before the window began

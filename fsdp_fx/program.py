@@ -282,6 +282,10 @@ class Program:
             print(text)
         return text
 
+    def __repr__(self) -> str:
+        trace = self.trace
+        return f"<Program of {len(trace)} events in {len(trace.calls)} calls>"
+
     def __str__(self) -> str:
         return self.print_readable(print_output=False)
 

@@ -287,6 +287,27 @@ def test_ranks_that_leave_their_program_for_other_events_all_raise() -> None:
     assert "c0.b F0 on rank" in raised[0]
 
 
+def with_windows_that_ranks_ended_differently() -> None:
+    """One closed the window and one discarded it, or discarded it twice: all have aborted."""
+    model, context = experts(fails=False, agreement_timeout=30.0)
+    for _ in range(2):
+        train(model, context)
+    model(torch.ones(2, 8)).sum().backward()
+    if dist.get_rank() == 0:
+        context.finish_grad_sync()
+    else:
+        context.abort()
+    context.abort()
+    train(model, context, microbatches=2)
+    train(model, context, chosen=1)
+    train(model, context)
+    assert context.stats.recorded_windows == 3
+
+
+def test_ranks_go_on_after_an_abort_whatever_each_had_closed(ranks: RankPools) -> None:
+    ranks(2).run(with_windows_that_ranks_ended_differently)
+
+
 def test_exception_on_every_rank_can_be_undone(ranks: RankPools) -> None:
     ranks(2).run(with_an_exception_on_every_rank)
 

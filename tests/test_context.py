@@ -346,6 +346,22 @@ def test_deleting_the_model_frees_it_while_the_context_lives(mode: str) -> None:
     assert context.program is not None
 
 
+def test_deleting_a_chunk_leaves_the_others_training() -> None:
+    kept, gone = shard(Chunk()), shard(Chunk())
+    context = adopted(kept, gone)
+    for _ in range(3):
+        step(context, kept, gone)
+    del gone
+    gc.collect()
+    for _ in range(3):
+        step(context, kept)
+    assert context.stats.recorded_windows == 2
+    assert context.stats.replayed_windows == 4
+    trace = context.trace
+    assert trace is not None
+    assert {unit.chunk for unit in trace.units} == {"c0"}
+
+
 def test_deleting_the_context_frees_it_while_the_model_lives() -> None:
     chunk = shard(linears(), nn.Linear)
     context = adopted(chunk)
