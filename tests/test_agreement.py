@@ -21,8 +21,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from fsdp_fx import Event, FSDPContext, IncompleteWindowError, RanksDisagreeError
-from fsdp_fx.agreement import Agreement, Agreements, Schedule, events_so_far, schedule_of
+from fsdp_fx.agreement import Agreement, Agreements
 from fsdp_fx.passes import PassOptions, plan
+from fsdp_fx.schedule import Schedule, events_so_far, schedule_of
 from ranks import RankPool, RankPools
 from traces import trace
 
