@@ -124,7 +124,9 @@ def _torchrun(script: str, tmp_path: Path) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize("compiled", [False, True])
 def test_the_quickstart_runs_as_printed(tmp_path: Path, compiled: bool) -> None:
-    (quickstart,) = _blocks("python")
+    quickstart, *parts = _blocks("python")
+    for part in parts:
+        compile(part, "README.md", "exec")
     if compiled:
         # Inductor would only take longer.
         quickstart, lines = re.subn(
