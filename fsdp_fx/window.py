@@ -211,13 +211,9 @@ class Window:
             RanksDisagreeError: another rank has found out that the ranks differ.
         """
         self.fail(f"the {what} of unit {unit.spec.name} failed")
-        if self.following is not None:
-            events: Sequence[Event] = self.following.program.trace.events[: self.cursor]
-        else:
-            events = self._recording.events
-        after = f"after event {len(events) - 1} ({events[-1]})" if events else "before any event"
+        after = self._last_event() or " before any event"
         error.add_note(
-            f"fsdp_fx: the {what} of unit {unit.spec.name} failed in window {self.number}, {after}; "
+            f"fsdp_fx: the {what} of unit {unit.spec.name} failed in window {self.number}{after}; "
             "call abort() on every rank before the step is repeated"
         )
         if isinstance(error, RanksDisagreeError):
@@ -734,13 +730,16 @@ class Window:
                 self.residency.reduce(unit)
         self._finish_reductions()
 
-    def _pass_not_ended(self) -> str:
+    def _last_event(self) -> str:
+        """After which event the window stands, for a message; empty before any."""
         if self.following is not None:
             events: Sequence[Event] = self.following.program.trace.events[: self.cursor]
         else:
             events = self._recording.events
-        after = f" after {events[-1]} (event {len(events) - 1})" if events else ""
-        return f"an autograd pass has not ended: an exception crossed it{after}"
+        return f" after {events[-1]} (event {len(events) - 1})" if events else ""
+
+    def _pass_not_ended(self) -> str:
+        return f"an autograd pass has not ended: an exception crossed it{self._last_event()}"
 
     def _require_whole(self, every_forward: bool) -> None:
         problem = self.failure

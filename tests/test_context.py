@@ -15,6 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from fsdp_fx import FSDPContext
+from fsdp_fx.units import Unit
 from models import DIM, Chunk, cpu_mesh, linears, shard
 
 pytestmark = pytest.mark.usefixtures("fake_group")
@@ -281,6 +282,30 @@ def test_parameters_state_dict_and_optimizers_are_sharded_between_calls(mode: st
         check()
         assert all(parameter.grad is not None for parameter in chunk.parameters())
         chunk.zero_grad()
+
+
+def test_failed_gather_says_which_unit_after_which_event_of_which_window(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    chunk = shard(Chunk())
+    context = adopted(chunk)
+    step(context, chunk)
+    gather, calls = Unit.gather, iter(range(100))
+
+    def fails(unit: Unit) -> None:
+        if next(calls) == 2:
+            raise RuntimeError("the network is gone")
+        gather(unit)
+
+    monkeypatch.setattr(Unit, "gather", fails)
+    with pytest.raises(RuntimeError, match="the network is gone") as error:
+        step(context, chunk)
+    (note,) = error.value.__notes__
+    # Event 1 issues the gather of the one after it.
+    assert context.trace is not None
+    unit, event = context.trace[2].unit, context.trace[1]
+    assert f"the gather of unit {unit} failed in window 1 after {event} (event 1)" in note
+    assert "call abort() on every rank" in note
 
 
 def test_parameters_are_sharded_after_an_exception_in_a_forward() -> None:
