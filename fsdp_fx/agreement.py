@@ -7,7 +7,8 @@ compares what they are about to do where it is not known yet that they agree:
   there, before anything is gathered for it;
 - where a window leaves its program, for another known one or for none, all ranks wait
   for each other;
-- when a trace is committed, all ranks wait for each other and compare what becomes of it;
+- when a trace is committed, all ranks wait for each other and compare what becomes of it; if
+  that depends on what each of them measured, they take the least of their numbers first;
 - after an abort they wait for each other and compare how many collectives they have issued.
 
 In replay nothing is exchanged. A rank that closes its window only looks whether another
@@ -21,10 +22,13 @@ decided in :mod:`fsdp_fx.window`.
 
 from __future__ import annotations
 
+import base64
 import collections
 import hashlib
 import time
-from collections.abc import Mapping, Sequence
+import zlib
+from array import array
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import NoReturn
 
@@ -141,6 +145,21 @@ class Agreements:
         for agreement, shared in self._members:
             agreement.commit(schedule_of(program, shared))
 
+    def least(
+        self, units: Sequence[UnitSpec], events: Sequence[Event], numbers: Sequence[int]
+    ) -> list[int]:
+        """The least of every rank's numbers, one by one. See :meth:`Agreement.least`.
+
+        Args:
+            units: every unit of the context.
+            events: the window's events.
+            numbers: what was measured in it, in an order that is the same on every rank.
+        """
+        if not self._members:
+            return list(numbers)
+        agreement, shared = max(self._members, key=lambda member: len(member[0].ranks))
+        return agreement.least(events_so_far(units, events, shared), numbers)
+
     def abort(self) -> None:
         """This rank discards its window. See :meth:`Agreement.abort`."""
         for agreement, _ in self._members:
@@ -160,6 +179,27 @@ class Agreements:
         """Raise what another rank has found out. See :meth:`Agreement.check`."""
         for agreement, _ in self._members:
             agreement.check(aborts)
+
+    def require_common_ranks(self, what: str) -> None:
+        """Raise unless one set of ranks holds all others, and so can agree on numbers.
+
+        Args:
+            what: the option that needs it.
+
+        Raises:
+            ValueError: the units lie on sets of ranks that only overlap.
+        """
+        if not self._members:
+            return
+        sets = [set(agreement.ranks) for agreement, _ in self._members]
+        largest = max(sets, key=len)
+        apart = next((each for each in sets if not each <= largest), None)
+        if apart is not None:
+            raise ValueError(
+                f"{what} needs all ranks of a model to agree on what they measure, and its units "
+                f"lie on ranks {sorted(largest)} and on {sorted(apart)}: give memory_budget in "
+                "bytes and lookaheads in elements, or shard some unit over all of these ranks"
+            )
 
 
 def agreements_of(units: Sequence[Unit], timeout: float) -> Agreements:
@@ -207,6 +247,7 @@ class Agreement:
         self._store = store
         self._commits = 0
         self._resumes = 0
+        self._exchanges = 0
         self._discarded: str | None = None  # the window that abort() has discarded
         self._told: str | None = None  # the window of which this rank has raised
         self._agreed: dict[Schedule, None] = {}
@@ -298,6 +339,38 @@ class Agreement:
         if len(self._agreed) > _SCHEDULES_KEPT:
             del self._agreed[next(iter(self._agreed))]
 
+    def least(self, schedule: Schedule, numbers: Sequence[int]) -> list[int]:
+        """Wait for the other ranks and take the least of their numbers, one by one.
+
+        Args:
+            schedule: the events of the window that they were measured in.
+            numbers: this rank's.
+
+        Raises:
+            RanksDisagreeError: on every rank, if their events or how many numbers they have
+                differ, or a rank did not come before the deadline.
+        """
+        store, me = self._store, self._rank
+        key = f"least/{self._resumes}/{self._exchanges}"
+        self._exchanges += 1
+        store.set(f"{key}/numbers {me}", _pack(numbers))
+        count = f"{len(numbers)} numbers measured in a window"
+        self._compare(key, replace(schedule, units=(*schedule.units, count)), _CLOSED, _REMEDY)
+        if me == self.ranks[0]:
+            least = list(numbers)
+            for rank in self.ranks[1:]:
+                theirs = _unpack(store.get(f"{key}/numbers {rank}"))
+                least = [min(pair) for pair in zip(least, theirs, strict=True)]
+            store.set(f"{key}/least", _pack(least))
+        else:
+            self._await(f"{key}/least", lambda: f"rank {self.ranks[0]} did not answer")
+            least = _unpack(store.get(f"{key}/least"))
+        store.delete_key(f"{key}/numbers {me}")
+        if store.add(f"{key}/read", 1) == len(self.ranks):
+            store.delete_key(f"{key}/least")
+            store.delete_key(f"{key}/read")
+        return least
+
     def abort(self) -> None:
         """Let ranks know that wait for this one in the window that it discards."""
         text = f"rank {self._rank} has discarded its window with abort()"
@@ -316,7 +389,7 @@ class Agreement:
         self._discarded = self._place(1)  # the window before this one
         self._resumes += 1
         self._commits = self._departures = self._departures_before = self._recorded = 0
-        self._window = 0
+        self._window = self._exchanges = 0
         self._compare(key, Schedule((), (), issued=issued), _RESUMED, _RESTART)
         self._discarded = None
 
@@ -364,24 +437,37 @@ class Agreement:
 
     def _await_verdict(self, key: str, what: str, remedy: str) -> None:
         store = self._store
-        began = time.monotonic()
-        while not store.check([f"{key}/verdict"]):
-            waited = time.monotonic() - began
-            if waited > self._timeout:
-                missing = [
-                    str(rank) for rank in self.ranks if not store.check([f"{key}/arrived {rank}"])
-                ]
-                self._conclude(
-                    key,
-                    f"{self._first_to(key, what)}, and rank {', '.join(missing)} did not within "
-                    f"{self._timeout:g} s. {remedy}",
-                )
-            self.check()
-            # Ten thousand ranks that wait for one must not keep the store busy.
-            time.sleep(min(waited / 4 + 1e-4, _LONGEST_PAUSE))
+
+        def too_late() -> str:
+            missing = [
+                str(rank) for rank in self.ranks if not store.check([f"{key}/arrived {rank}"])
+            ]
+            return f"{self._first_to(key, what)}, and rank {', '.join(missing)} did not"
+
+        self._await(f"{key}/verdict", too_late, remedy, verdict_of=key)
         verdict = store.get(f"{key}/verdict").decode()
         if verdict != _AGREED:
             self._disagree(verdict)
+
+    def _await(
+        self,
+        awaited: str,
+        too_late: Callable[[], str],
+        remedy: str = _REMEDY,
+        verdict_of: str | None = None,
+    ) -> None:
+        """Wait until something is in the store; conclude or raise what is wrong if it is not."""
+        began = time.monotonic()
+        while not self._store.check([awaited]):
+            waited = time.monotonic() - began
+            if waited > self._timeout:
+                problem = f"{too_late()} within {self._timeout:g} s. {remedy}"
+                if verdict_of is None:
+                    self._disagree(problem)
+                self._conclude(verdict_of, problem)
+            self.check()
+            # Ten thousand ranks that wait for one must not keep the store busy.
+            time.sleep(min(waited / 4 + 1e-4, _LONGEST_PAUSE))
 
     def _first_to(self, key: str, what: str) -> str:
         rank = self._store.get(f"{key}/first").decode().split()[0]
@@ -411,3 +497,11 @@ class Agreement:
         for key in self._kept:
             for name in ("first", "schedule", "arrived", "verdict"):
                 self._store.delete_key(f"{key}/{name}")
+
+
+def _pack(numbers: Sequence[int]) -> str:
+    return base64.b64encode(zlib.compress(array("q", numbers).tobytes())).decode()
+
+
+def _unpack(packed: bytes) -> list[int]:
+    return array("q", zlib.decompress(base64.b64decode(packed))).tolist()

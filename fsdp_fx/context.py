@@ -24,7 +24,11 @@ from .eager.optimizers import guard_optimizers
 from .eager.owners import OwnerHooks
 from .eager.ties import TieHooks
 from .library import BoundProgram, ProgramLibrary
-from .passes import PassOptions, plan
+from .metering import Metered, flatten, measurements_of, unflatten
+from .passes import MemoryBudget, PassOptions, plan
+from .planning.durations import Durations
+from .planning.lookahead import Lookahead
+from .planning.measurements import Measurements
 from .program import Program
 from .report import Fallback, GraphKey, Report
 from .residency import Residency, Stats
@@ -35,6 +39,7 @@ from .units import (
     Unit,
     attach,
     find_sharded_modules,
+    require_memory_statistics,
     require_supported,
     require_unshared,
 )
@@ -73,11 +78,19 @@ class FSDPContext:
             one forward and one backward per step.
         forward_prefetch: how far ahead gathers are issued at forward events. None:
             exactly one event; 0: not at all; N: as many successors as fit in N
-            elements.
+            elements; ``"timed"``: as early as the durations measured while recording
+            ask for, at least one event, and no earlier than the budget has room.
         backward_prefetch: the same at backward events.
+        memory_budget: bytes of full parameters and full gradients that may stay resident
+            at an event beyond the units in use there and those that the lookahead of events
+            or elements covers. What stays is chosen so that the fewest bytes are gathered
+            and reduced in the window. ``"auto"``: what fits under the peak of allocated
+            memory that the recorded window had, event by event, lookahead included. None:
+            nothing stays.
         reduce_gradients: ``"per_backward"`` reduces a unit's gradients after each of
             its backwards; ``"per_window"`` keeps them full, in the reduction dtype,
-            and reduces after the window's last.
+            and reduces after the window's last, outside of any budget; ``"planned"``
+            keeps those that the budget has room for.
         agreement_timeout: seconds that a rank waits for the others of its shard group where
             their order of events is compared: in a window that is written down, and where
             one leaves its program.
@@ -86,22 +99,27 @@ class FSDPContext:
         stats: counters since the context was made, a :class:`~fsdp_fx.Stats`.
 
     Raises:
-        ValueError: an unknown mode or option value.
+        ValueError: an unknown mode or option value, or an option that has no
+            effect with the others.
     """
 
     def __init__(
         self,
         mode: Mode = "registration",
         *,
-        forward_prefetch: int | None = None,
-        backward_prefetch: int | None = None,
+        forward_prefetch: Lookahead = None,
+        backward_prefetch: Lookahead = None,
+        memory_budget: MemoryBudget = None,
         reduce_gradients: ReduceGradients = "per_backward",
         agreement_timeout: float = 300.0,
     ) -> None:
         _require_choice("mode", mode, get_args(Mode))
-        _require_choice("reduce_gradients", reduce_gradients, get_args(ReduceGradients))
-        _require_elements("forward_prefetch", forward_prefetch)
-        _require_elements("backward_prefetch", backward_prefetch)
+        options = PassOptions(
+            forward_prefetch=forward_prefetch,
+            backward_prefetch=backward_prefetch,
+            reduce_gradients=reduce_gradients,
+            memory_budget=memory_budget,
+        )
         if not agreement_timeout > 0:
             raise ValueError(f"agreement_timeout={agreement_timeout!r} is not a number of seconds")
         self._agreement_timeout = agreement_timeout
@@ -110,12 +128,13 @@ class FSDPContext:
                 f'reduce_gradients="{reduce_gradients}" has no effect in registration mode, where a '
                 'window is one backward: use mode="recorded"'
             )
+        if mode == "registration" and options.measures:
+            raise ValueError(
+                f"{options.measured_choice} has no effect in registration mode, where no window is "
+                'recorded: use mode="recorded"'
+            )
         self.mode: Mode = mode
-        self._options = PassOptions(
-            forward_prefetch=forward_prefetch,
-            backward_prefetch=backward_prefetch,
-            reduce_gradients=reduce_gradients,
-        )
+        self._options = options
         self.stats = Stats()
         self._library = ProgramLibrary()
         residency = Residency(self.stats)
@@ -124,6 +143,7 @@ class FSDPContext:
         self._window = Window(residency, self._library, reduce_gradients)
         self._window.closes_itself = mode == "registration"
         self._window.options = str(self._options)
+        self._window.meters_memory = memory_budget == "auto"
         self._window.on_open = self._weak(FSDPContext._begin_window)
         self._window.on_overdue = self._weak(FSDPContext._pass_ended)
         self._report = Report()
@@ -185,10 +205,14 @@ class FSDPContext:
         require_unshared([*adopted, *modules])
         together = [getattr(module, "_orig_mod", module) for module in together]
         self._require_together(together, modules)
+        if self._options.memory_budget == "auto":
+            require_memory_statistics(modules)
         for module in modules:
             self._adopt(module, together)
         self._specify()
         self._window.agreements = agreements_of(self.units, self._agreement_timeout)
+        if self._options.measures:
+            self._window.agreements.require_common_ranks(self._options.measured_choice)
         if self._guard is None:
             self._guard = weakref.finalize(self, guard_optimizers(self._window))
 
@@ -523,10 +547,29 @@ class FSDPContext:
         if divergence is not None:
             self._report.leave_program(number, divergence)
 
-    def _commit(self, trace: Trace) -> None:
-        program = plan(trace, self._options)
+    def _commit(
+        self,
+        trace: Trace,
+        metered: Metered | None = None,
+        left: BoundProgram | None = None,
+    ) -> None:
+        measurements = Measurements()
+        if metered is not None:
+            measurements = measurements_of(
+                trace,
+                metered,
+                per_window=self._options.reduce_gradients == "per_window",
+                memory=self._window.meters_memory,
+                left=(left.program.trace, left.measurements) if left is not None else None,
+            )
+            if self._options.measures:
+                least = self._window.agreements.least(
+                    trace.units, trace.events, flatten(trace, measurements)
+                )
+                measurements = unflatten(trace, least, measurements)
+        program = plan(trace, self._options, measurements)
         self._window.agreements.commit(program)
-        self._library.add(BoundProgram(program, self._units))
+        self._library.add(BoundProgram(program, self._units, measurements))
         logger.info("recorded %d events; the next window replays them", len(trace))
 
     def _pass_ended(self) -> None:
@@ -545,8 +588,28 @@ class FSDPContext:
         if changed or len(units) != len(self._specified):
             self._specify()
             self._window.respecified = True
-        if self.mode == "registration" and self._library.latest is None:
-            self._commit(registration_trace([unit.spec for unit in units]))
+        if self._library.latest is None:
+            self._require_useful_budget()
+            if self.mode == "registration":
+                self._commit(registration_trace([unit.spec for unit in units]))
+
+    def _require_useful_budget(self) -> None:
+        budget = self._options.memory_budget
+        if not isinstance(budget, int) or budget == 0:
+            return
+        sizes = {f"unit {spec.name}": spec.bytes for spec in self._specified}
+        if self._options.reduce_gradients == "planned":
+            sizes |= {
+                f"the gradients of unit {spec.name}": spec.gradient_bytes
+                for spec in self._specified
+                if spec.trainable
+            }
+        name, least = min(sizes.items(), key=lambda item: item[1])
+        if budget < least:
+            raise ValueError(
+                f"memory_budget={budget} bytes is less than anything that could be kept, of which "
+                f"{name} is the smallest with {least} bytes: give more, or 0 to keep nothing"
+            )
 
     @contextlib.contextmanager
     def evaluation(self) -> Iterator[None]:
@@ -608,6 +671,16 @@ class FSDPContext:
         return tuple(bound.program for bound in self._library)
 
     @property
+    def durations(self) -> Durations | None:
+        """How long events and collectives took while the program used last was recorded.
+
+        This rank's own, or with a lookahead of ``"timed"`` or a budget of ``"auto"`` the
+        least of all ranks. None before a window was recorded.
+        """
+        latest = self._library.latest
+        return latest.measurements.durations if latest is not None else None
+
+    @property
     def units(self) -> tuple[Unit, ...]:
         """The units, in adoption order."""
         return tuple(self._units.values())
@@ -645,13 +718,3 @@ def _require_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
     if value not in choices:
         options = " or ".join(f'"{choice}"' for choice in choices)
         raise ValueError(f"{name}={value!r} is unknown: use {options}")
-
-
-def _require_elements(name: str, value: int | None) -> None:
-    if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ValueError(
-            f"{name}={value!r} is not a number of elements: use None for one event ahead, 0 for "
-            "none, or a positive int"
-        )

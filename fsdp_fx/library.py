@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from .planning.measurements import Measurements
 from .program import Program
 from .trace import Phase, UnitSpec
 from .units import Unit
@@ -54,18 +55,27 @@ class BoundProgram:
     Args:
         program: a verified program.
         units: the context's units by name.
+        measurements: what it was planned with, equal on all ranks as far as that matters.
 
     Attributes:
+        carried: the units that stay resident from one window to the next.
         slices: what compiled calls looked up in this program, by graph and place. Filled
             by :mod:`fsdp_fx.compile`; here because it is valid as long as the program and
             the graph are.
     """
 
-    def __init__(self, program: Program, units: Mapping[str, Unit]) -> None:
+    def __init__(
+        self,
+        program: Program,
+        units: Mapping[str, Unit],
+        measurements: Measurements | None = None,
+    ) -> None:
         def bind(names: Iterable[str]) -> tuple[Unit, ...]:
             return tuple(units[name] for name in names)
 
         self.program = program
+        self.measurements = measurements or Measurements()
+        self.carried = frozenset(bind(program.carried))
         self.steps = tuple(
             BoundStep(
                 units[step.event.unit],
@@ -85,7 +95,7 @@ class BoundProgram:
 
     def resident_before(self, position: int) -> set[Unit]:
         """The units that the program has gathered when event ``position`` begins."""
-        resident: set[Unit] = set()
+        resident: set[Unit] = set(self.carried)
         for step in self.steps[:position]:
             resident.update(step.gathers)
             resident.update(step.prefetches)

@@ -38,6 +38,7 @@ from typing import Literal, cast
 
 from torch import fx
 
+from fsdp_fx.planning.durations import Durations
 from fsdp_fx.trace import Call, Event, Trace
 
 __all__ = [
@@ -163,14 +164,20 @@ class Program:
             the copy that :meth:`copy_graph` gives them.
         trace: the window that the program schedules.
         provides: properties that passes have established so far.
-        resident_limit: bytes of full parameters that may be resident at an event
-            beyond the units in use there; ``None`` for no limit.
+        capacity: bytes of full parameters, and of full gradients that wait for their
+            reduction, that may be resident at each event; ``None`` for no limit.
+        carried: frozen units that stay resident from one window to the next. The first
+            gather of one finds it there, in every window but the first.
+        unproven: bytes that another choice of what stays resident might save more, at most;
+            0 where the choice is proven to be the best.
     """
 
     graph_module: fx.GraphModule
     trace: Trace
     provides: frozenset[str] = frozenset()
-    resident_limit: int | None = None
+    capacity: tuple[int, ...] | None = None
+    carried: frozenset[str] = frozenset()
+    unproven: int = 0
 
     @classmethod
     def from_trace(cls, trace: Trace) -> Program:
@@ -257,16 +264,28 @@ class Program:
 
         verify(self)
 
-    def save_timeline(self, path: str | os.PathLike[str], *, caption: str | None = None) -> None:
+    def save_timeline(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        caption: str | None = None,
+        durations: Durations | None = None,
+    ) -> None:
         """Draw the program; see :func:`fsdp_fx.timeline.save_timeline`.
 
         Args:
             path: a file ending in ``.png``, ``.svg`` or ``.json`` (Perfetto).
             caption: added to the title, for example the rank.
+            durations: how long things take; without them time is counted in events.
+
+        Raises:
+            ValueError: the file ends in something else, or the durations are not those of
+                the program's trace.
+            ImportError: a picture is wanted and matplotlib is not installed.
         """
         from fsdp_fx.timeline import save_timeline
 
-        save_timeline(self, path, caption=caption)
+        save_timeline(self, path, caption=caption, durations=durations)
 
     def print_readable(self, print_output: bool = True) -> str:
         """The program as commented Python, one line per node, by call.
@@ -321,22 +340,30 @@ def end_order(trace: Trace, position: int) -> tuple[int, int]:
     return trace.ends[position], trace.end_ranks[position]
 
 
-def place_after(program: Program, computes: Sequence[fx.Node], position: int) -> fx.Node:
+def place_after(
+    program: Program,
+    computes: Sequence[fx.Node],
+    position: int,
+    kind: Literal["free", "reduce"],
+) -> fx.Node:
     """Where in a graph a free or reduction after one event belongs.
 
     Args:
         program: the program that the graph is a copy of.
         computes: the compute nodes of the graph that is being edited.
         position: position of the event whose use must have ended.
+        kind: which of the two. After the same use the free comes first, so that the
+            reduction's buffers find its memory.
 
     Returns:
         The node to insert behind: the compute at which the use ends, or the last free
-        or reduction there that is not of a use which ends after it.
+        or reduction there that comes before this one.
     """
     ranks = program.trace.end_ranks
+    here = ranks[position], kind == "reduce"
     node = computes[program.trace.ends[position]]
-    while operation(node.next) in ("free", "reduce"):
-        if ranks[program.positions[_label(node.next)]] > ranks[position]:
+    while (other := operation(node.next)) in ("free", "reduce"):
+        if (ranks[program.positions[_label(node.next)]], other == "reduce") > here:
             break
         node = node.next
     return node
@@ -375,7 +402,7 @@ def _lines(program: Program) -> Iterator[str]:
 
 
 def _header(program: Program) -> str:
-    from fsdp_fx.planning.memory import format_bytes, peak_resident_bytes
+    from fsdp_fx.planning.memory import format_bytes, kept_gradient_bytes, peak_resident_bytes
 
     trace = program.trace
     counts = {kind: 0 for kind in _OPERATIONS.values()}
@@ -390,11 +417,15 @@ def _header(program: Program) -> str:
         reductions += f" ({over} over replicas)"
     chunks = len({unit.chunk for unit in trace.units})
     size = format_bytes(peak_resident_bytes(program))
+    reduced = [position for position, step in enumerate(program.steps) if step.reduces]
+    kept = max(kept_gradient_bytes(trace, reduced), default=0)
+    gradients = f", {format_bytes(kept)} of gradients kept" if kept else ""
+    stay = f"; {_count(len(program.carried), 'unit')} stay for the next window"
     return (
         f"# program: {_count(len(trace), 'event')}, {_count(len(trace.units), 'unit')}, "
         f"{_count(chunks, 'chunk')}; {_count(counts['gather'], 'gather')} ({ahead} ahead), "
         f"{_count(counts['free'], 'free')}, {reductions}; "
-        f"peak {size} resident"
+        f"peak {size} resident{gradients}{stay if program.carried else ''}"
     )
 
 
@@ -429,9 +460,19 @@ def _comment(program: Program, node: fx.Node, kind: Operation, place: int) -> st
     text = f"{name}, {_PHASES[event.phase]}, microbatch {event.microbatch}, {size}"
     if kind == "gather" and position != place:
         text += f", ahead for {event}"
+    if kind == "gather" and _is_carried(program, node):
+        text += ", in the first window only"
     if kind == "reduce" and unit.replicas > 1:
         text += f", over {unit.replicas} replicas" if all_reduces(node) else ", partial sums"
     return text
+
+
+def _is_carried(program: Program, node: fx.Node) -> bool:
+    """Whether a gather finds its unit there, from the window before."""
+    if unit_of(node) not in program.carried:
+        return False
+    gathers = program.graph_module.graph.find_nodes(op="call_function", target=gather)
+    return node is next(other for other in gathers if unit_of(other) == unit_of(node))
 
 
 def _serves(program: Program, node: fx.Node, kind: Operation, place: int) -> int:

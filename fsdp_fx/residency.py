@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from .metering import Meter
 from .units import Unit
 
 __all__ = ["Residency", "Stats"]
@@ -40,6 +41,8 @@ class Stats:
         aborts: windows discarded by ``abort()``.
         resident_bytes: bytes of full parameters gathered or in flight now.
         peak_resident_bytes: the most that ``resident_bytes`` has been.
+        kept_gradient_bytes: bytes of full gradients that wait for their reduction now.
+        peak_kept_gradient_bytes: the most that ``kept_gradient_bytes`` has been.
     """
 
     gathers: int = 0
@@ -58,6 +61,8 @@ class Stats:
     aborts: int = 0
     resident_bytes: int = 0
     peak_resident_bytes: int = 0
+    kept_gradient_bytes: int = 0
+    peak_kept_gradient_bytes: int = 0
 
 
 class Residency:
@@ -70,12 +75,15 @@ class Residency:
         on_failure: told of a collective that raised: what it was, the unit, and the
             error, which goes on unless this raises another.
         on_waiting: called now and then while the host waits for a gather.
+        meter: measures the window that is being written down.
     """
 
     def __init__(self, stats: Stats) -> None:
         self.stats = stats
         self.on_failure: Callable[[str, Unit, Exception], None] | None = None
         self.on_waiting: Callable[[], None] | None = None
+        self.meter: Meter | None = None
+        self._kept: dict[Unit, int] = {}  # bytes of the full gradients that wait, by unit
 
     def prefetch(self, unit: Unit) -> None:
         """Start a gather ahead of need, unless the unit is there or on its way."""
@@ -94,8 +102,14 @@ class Residency:
         """
         unit.free_at_release = False
         absent = not (unit.unsharded or unit.in_flight)
+        meter = self.meter
+        position = meter.reach(unit) if meter is not None else None
         if absent:
+            if meter is not None and position is not None:
+                meter.begin_gather()
             self._start(unit)
+            if meter is not None and position is not None:
+                meter.end_gather(unit, waited=False)
             self.stats.on_demand_gathers += 1
         if not unit.unsharded:
             try:
@@ -103,6 +117,10 @@ class Residency:
             except Exception as error:
                 self._failed("gather", unit, error)
                 raise
+        if meter is not None and position is not None:
+            if absent:
+                meter.end_gather(unit, waited=True)
+            meter.ready(position)
         unit.holds += 1
         return absent
 
@@ -143,11 +161,17 @@ class Residency:
                 and of the partial sums from before, even if nothing is reduced now.
         """
         if unit.contributed or unit.has_gradients or (all_reduce and unit.has_partial_sums):
+            meter = self.meter
+            if meter is not None:
+                meter.begin_reduction()
             try:
                 unit.reduce(all_reduce)
             except Exception as error:
                 self._failed("reduction", unit, error)
                 raise
+            if meter is not None:
+                meter.end_reduction(unit)
+            self.stats.kept_gradient_bytes -= self._kept.pop(unit, 0)
             self.stats.reductions += 1
             if all_reduce and unit.spec.replicas > 1:
                 self.stats.all_reductions += 1
@@ -156,6 +180,14 @@ class Residency:
         """Keep the unit's gradients full, in the dtype that they are reduced in."""
         if unit.has_gradients:
             unit.keep_gradients()
+        if unit not in self._kept:
+            # Of a rank that has none, too: the plan is for all ranks.
+            self._kept[unit] = unit.spec.gradient_bytes
+            stats = self.stats
+            stats.kept_gradient_bytes += unit.spec.gradient_bytes
+            stats.peak_kept_gradient_bytes = max(
+                stats.peak_kept_gradient_bytes, stats.kept_gradient_bytes
+            )
 
     def reset(self, units: Sequence[Unit]) -> None:
         """Free every unit whoever uses it, and drop gradients that are not reduced."""
@@ -163,6 +195,7 @@ class Residency:
             if unit.unsharded or unit.in_flight:
                 self.stats.frees += 1
                 self.stats.resident_bytes -= unit.spec.bytes
+            self.stats.kept_gradient_bytes -= self._kept.pop(unit, 0)
             unit.reset()
 
     def _start(self, unit: Unit) -> None:

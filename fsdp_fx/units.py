@@ -202,6 +202,29 @@ class Communication:
         self._comm_context = comm_context
         self._device = device
 
+    @property
+    def device(self) -> torch.device:
+        """Where the units compute."""
+        return self._device
+
+    @property
+    def copy_in_stream(self) -> torch.Stream | None:
+        """The stream that gathers begin on; None on the CPU, as for the others."""
+        return self._stream("all_gather_copy_in_stream")
+
+    @property
+    def gather_stream(self) -> torch.Stream | None:
+        """The stream that gathers end on."""
+        return self._stream("all_gather_stream")
+
+    @property
+    def reduction_stream(self) -> torch.Stream | None:
+        """The stream that reductions run on."""
+        return self._stream("reduce_scatter_stream")
+
+    def _stream(self, name: str) -> torch.Stream | None:
+        return None if self._device.type == "cpu" else getattr(self._comm_context, name)
+
     def wait_for_compute(self) -> None:
         """Make gathers that start from here on wait for the current stream.
 
@@ -248,6 +271,7 @@ class Unit:
     __slots__ = (
         "__weakref__",
         "_exposures",
+        "_gathered_from",
         "_group",
         "_parameter_index",
         "_partial_layout",
@@ -276,6 +300,7 @@ class Unit:
         self.unsharded = False
         self.contributed = False
         self._exposures = 0
+        self._gathered_from: tuple[tuple[int, int, int], ...] | None = None
         self._parameter_index: dict[int, int] = {}
         # Indices of the parameters whose partial sums are outstanding.
         self._partial_layout: list[int] | None = None
@@ -322,6 +347,30 @@ class Unit:
             group.unshard(async_op=group.device.type == "cpu")
         self.in_flight = True
         self.collectives += 1
+        if not self.spec.trainable:
+            self._gathered_from = self._shards()
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether a frozen unit's shards have been changed or replaced since it was gathered.
+
+        Told from where the shards are, and from PyTorch's version counters, which count
+        in-place operations on the sharded parameter (``copy_``, ``load_state_dict``) and on
+        what ``to_local()`` returns. They do not count what is done through ``param.data``, nor
+        ``torch._foreach_*`` and fused operations on sharded parameters: what those change is
+        not noticed.
+        """
+        return self._gathered_from is None or self._gathered_from != self._shards()
+
+    def _shards(self) -> tuple[tuple[int, int, int], ...] | None:
+        """What tells the shards from what they were; None if nothing does."""
+        shards = []
+        for parameter in self.group.fsdp_params:
+            whole, local = parameter.sharded_param, parameter._sharded_local_tensor
+            if whole.is_inference() or local.is_inference():
+                return None  # these have no version
+            shards.append((local.data_ptr(), local._version, whole._version))
+        return tuple(shards)
 
     def wait(self, on_waiting: Callable[[], None] | None = None) -> None:
         """Make compute wait for this unit's own gather; the parameters are full after it.
@@ -881,6 +930,26 @@ def require_supported(root: nn.Module) -> None:
                 f"module {path!r} shares one fully_shard() call with others and no unit is "
                 f"around them: call fully_shard() on {type(root).__name__} too, after them"
             )
+
+
+def require_memory_statistics(chunks: Sequence[nn.Module]) -> None:
+    """Raise where nobody can say how much memory is allocated.
+
+    Args:
+        chunks: modules with ``fully_shard`` calls in their trees.
+
+    Raises:
+        ValueError: a unit is on the CPU.
+    """
+    for chunk in chunks:
+        for path, state in _states(chunk):
+            for group in _param_groups(state):
+                if group.device.type == "cpu":
+                    raise ValueError(
+                        f'memory_budget="auto" fills the room under the recorded peak of allocated '
+                        f"memory, and module {path or 'root'!r} is on the CPU, which reports none: "
+                        "give memory_budget in bytes"
+                    )
 
 
 def require_unshared(chunks: Sequence[nn.Module]) -> None:

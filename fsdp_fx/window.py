@@ -19,6 +19,7 @@ from typing import Literal, NamedTuple, ParamSpec
 from .agreement import Agreements, RanksDisagreeError
 from .calls import Backward, DelayedUses, ForwardCall, Use
 from .library import BoundProgram, Key, ProgramLibrary
+from .metering import Meter, Metered
 from .recording import Recording
 from .residency import Residency
 from .torch_internals import current_graph_task
@@ -27,7 +28,7 @@ from .units import Communication, Unit
 
 __all__ = ["ClosedWindow", "IncompleteWindowError", "ReduceGradients", "Window"]
 
-ReduceGradients = Literal["per_backward", "per_window"]
+ReduceGradients = Literal["per_backward", "per_window", "planned"]
 Arguments = ParamSpec("Arguments")
 _END = "the window's end"
 
@@ -61,6 +62,7 @@ class Window:
         cursor: position of the next event.
         agreements: compares events with those of the other ranks.
         options: what programs are planned with, as text.
+        meters_memory: whether a window that is written down notes allocated memory.
         respecified: to be set where the units of this window are not what they were.
         current: the chunk's forward that is running, innermost last.
         backward_call: the forward call whose backward is running.
@@ -83,6 +85,7 @@ class Window:
         self.communication: Communication | None = None
         self.number = 0
         self.options = ""
+        self.meters_memory = False
         self.respecified = False
         self._aborted = False
         self._evaluating = 0
@@ -111,6 +114,8 @@ class Window:
         self._accumulating: set[int] = set()
         self._trains = False  # whether the outermost pass reached a training forward
         self._recording = Recording()
+        self._left: BoundProgram | None = None  # the program that this window began with
+        self.residency.meter = None
         self._followed: list[int] = []  # the microbatch of each event that followed a program
         self._with_gradients: set[Unit] = set()
 
@@ -257,11 +262,20 @@ class Window:
             self.respecified = False
             units = tuple(unit.spec for unit in self.units)
             self._agree(self.agreements.open, units, self.options)
+        if self.residency.stats.resident_bytes:
+            stay = self.following.carried if self.following is not None else frozenset()
+            self.residency.free_idle([u for u in self.units if u not in stay or u.is_stale])
+        if self.following is None:
+            self._begin_metering()
         for unit in self.units:
             unit.reduced = False
         self._with_gradients = {unit for unit in self.units if unit.has_reduced_gradients}
         if self.communication is not None:
             self.communication.wait_for_compute()
+
+    def _begin_metering(self) -> None:
+        if self.communication is not None:
+            self.residency.meter = Meter(self.communication, self.meters_memory)
 
     @property
     def evaluating(self) -> bool:
@@ -318,7 +332,10 @@ class Window:
         self.cursor = position + 1
         event = self._recording.add(unit, phase, call.microbatch, end=position)
         self._agree(self.agreements.record, event)
-        self.residency.acquire(unit)
+        residency = self.residency
+        if residency.meter is not None:
+            residency.meter.expect(unit, position)
+        residency.acquire(unit)
         return Use(unit, phase, call, position)
 
     def begin_recomputation(self, unit: Unit) -> Use:
@@ -402,7 +419,7 @@ class Window:
         return planned and outstanding.get(unit, 0) <= 0
 
     def _reduce_unplanned(self, unit: Unit, call: ForwardCall) -> None:
-        if self.reduce_gradients == "per_backward" or not call.training:
+        if self.reduce_gradients != "per_window" or not call.training:
             self.residency.reduce(unit, not self.keeps_partial_sums(unit, call))
         else:
             self.residency.keep_gradients(unit)
@@ -447,6 +464,8 @@ class Window:
         for index, unit in enumerate(units):
             event = self._recording.add(unit, phase, call.microbatch, end=position + ends[index])
             self._agree(self.agreements.record, event, ends[index] - index)
+            if self.residency.meter is not None:
+                self.residency.meter.expect(unit, position + index)
         self.cursor = position + count
         return None
 
@@ -493,6 +512,8 @@ class Window:
         self.residency.stats.divergences += 1
         self.following = None
         self._recording = Recording.beginning_of(left, self._followed)
+        self._left = left
+        self._begin_metering()
 
     @staticmethod
     def _expected(left: BoundProgram, here: int) -> str:
@@ -651,7 +672,9 @@ class Window:
     # The close
 
     def close(
-        self, every_forward: bool = True, commit: Callable[[Trace], None] | None = None
+        self,
+        every_forward: bool = True,
+        commit: Callable[[Trace, Metered | None, BoundProgram | None], None] | None = None,
     ) -> ClosedWindow:
         """End the window: wait for reductions, free every unit, cursor to 0.
 
@@ -660,8 +683,8 @@ class Window:
         Args:
             every_forward: whether a forward that can be differentiated must have had
                 its backward.
-            commit: called with the trace of a window that was written down, before it
-                is closed.
+            commit: called before a window that was written down is closed, with its trace,
+                what was metered, and the program that it had begun with.
 
         Raises:
             IncompleteWindowError: the window is not whole. It stays open.
@@ -681,8 +704,12 @@ class Window:
         left = self.following
         if left is not None and self.cursor < len(left.keys):
             self._end_early(left)
+        meter = self.residency.meter
+        if meter is not None:
+            meter.close()
         self.flush_gradients()
-        self.residency.free_idle(self.units)
+        stay = self.following.carried if self.following is not None else frozenset()
+        self.residency.free_idle([unit for unit in self.units if unit not in stay])
         stats = self.residency.stats
         trace = None
         if self.following is not None:
@@ -692,7 +719,8 @@ class Window:
         else:
             trace = self._recording.trace(self.units)
             if commit is not None:
-                self._agree(commit, trace)
+                metered = meter.evaluate() if meter is not None else None
+                self._agree(commit, trace, metered, self._left)
             stats.recorded_windows += 1
         stats.windows += 1
         closed = ClosedWindow(trace, self.divergence)

@@ -58,13 +58,15 @@ def step(context: FSDPContext, *chunks: nn.Module) -> None:
         ({"mode": None}, 'mode=None is unknown: use "registration" or "recorded"'),
         (
             {"reduce_gradients": "never"},
-            'reduce_gradients=\'never\' is unknown: use "per_backward" or "per_window"',
+            "reduce_gradients='never' is unknown: "
+            'use "per_backward" or "per_window" or "planned"',
         ),
         *(
             (
                 {name: value},
                 f"{name}={value!r} is not a number of elements: "
-                "use None for one event ahead, 0 for none, or a positive int",
+                "use None for one event ahead, 0 for none, a positive int, "
+                'or "timed" for as early as measured durations ask for',
             )
             for name in ("forward_prefetch", "backward_prefetch")
             for value in (-1, 1.5, True, "all")

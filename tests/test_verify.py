@@ -407,22 +407,62 @@ def test_broken_program_is_refused_by_rule_and_node(case: Case) -> None:
     assert "\n" not in message
 
 
-def test_resident_limit_refuses_what_is_resident_beyond_the_units_in_use() -> None:
-    # One event ahead: beyond the unit in use there is one gather in flight.
+def test_capacity_refuses_parameters_beyond_it() -> None:
+    # One event ahead: beside the unit in use there is one gather in flight.
     program = plan(trace("m F0: a b; m B0: b a", {"m.a": 2048, "m.b": 1024}))
-    replace(program, resident_limit=4096).verify()
-    with pytest.raises(ProgramError, match=r"node compute_m_b_B0: 6.0 KiB resident") as caught:
-        replace(program, resident_limit=4095).verify()
-    assert caught.value.rule == "resident-limit"
+    replace(program, capacity=(6144, 2048, 6144, 4096)).verify()
+    with pytest.raises(ProgramError, match=r"at m\.b B0 \(event 2\) 6.0 KiB of para") as caught:
+        replace(program, capacity=(6144, 2048, 6143, 4096)).verify()
+    assert caught.value.rule == "within-capacity"
 
 
-def test_resident_limit_does_not_count_units_in_use() -> None:
-    program = plan(trace(WINDOW), ON_DEMAND)
-    replace(program, resident_limit=0).verify()
+def test_capacity_refuses_waiting_gradients_beyond_it() -> None:
+    program = plan(
+        trace("m F0: a; m B0: a; m F1: a; m B1: a"),
+        PassOptions(0, 0, reduce_gradients="per_window"),
+    )
+    # 200 bytes of parameters; 400 of gradients from the first backward to the second's end.
+    replace(program, capacity=(200, 200, 600, 600)).verify()
+    for capacity in ((200, 200, 599, 600), (200, 200, 600, 599)):
+        with pytest.raises(ProgramError, match="400 B of gradients wait") as caught:
+            replace(program, capacity=capacity).verify()
+        assert caught.value.rule == "within-capacity"
+
+
+def test_capacity_has_a_value_per_event() -> None:
+    program = plan(trace("m F0: a; m B0: a"))
+    with pytest.raises(ProgramError, match="capacity at 1 of 2 events"):
+        replace(program, capacity=(1000,)).verify()
+
+
+CARRIED = "m F0: a b; m B0: b a"
+
+
+def test_carried_frozen_refuses_a_unit_that_the_optimizer_changes() -> None:
+    program = plan(trace(CARRIED, frozen={"m.a"}), PassOptions(memory_budget=10**6))
+    assert program.carried == {"m.a"}
+    program.verify()
+    with pytest.raises(ProgramError, match=r"m\.b would stay over an optimizer step") as caught:
+        replace(program, carried=frozenset({"m.a", "m.b"})).verify()
+    assert caught.value.rule == "carried-frozen"
+
+
+def test_carried_at_end_refuses_a_unit_that_is_freed() -> None:
+    program = plan(trace(CARRIED, frozen={"m.a"}))
+    with pytest.raises(ProgramError, match=r"m\.a is to stay .* freed in the end") as caught:
+        replace(program, carried=frozenset({"m.a"})).verify()
+    assert (caught.value.rule, caught.value.node) == ("carried-at-end", "free_m_a_B0")
+
+
+def test_freed_at_end_holds_for_all_but_the_carried_units() -> None:
+    program = plan(trace(CARRIED, frozen={"m.a"}), PassOptions(memory_budget=10**6))
+    with pytest.raises(ProgramError, match=r"m\.a is never freed"):
+        replace(program, carried=frozenset()).verify()
 
 
 def test_every_rule_has_a_broken_program() -> None:
-    assert {case.rule for case in CASES} | {"resident-limit"} == set(RULES)
+    apart = {"within-capacity", "carried-frozen", "carried-at-end"}
+    assert {case.rule for case in CASES} | apart == set(RULES)
 
 
 def test_every_rule_is_documented_in_order() -> None:

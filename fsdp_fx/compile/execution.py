@@ -228,7 +228,7 @@ class ScheduledGraph:
         frees: Sequence[bool],
         keeps: bool,
     ) -> _BoundSlice:
-        per_backward = context.window.reduce_gradients == "per_backward" or not call.training
+        per_backward = context.window.reduce_gradients != "per_window" or not call.training
         partial = [context.window.keeps_partial_sums(unit, call) for unit in units]
         steps = tuple(
             SliceStep(

@@ -18,10 +18,21 @@ from fsdp_fx.passes.frees import insert_frees
 from fsdp_fx.passes.gathers import insert_gathers
 from fsdp_fx.passes.prefetch import hoist_gathers
 from fsdp_fx.passes.reductions import ReduceGradients, insert_reductions
+from fsdp_fx.passes.residency import MemoryBudget, keep_resident
+from fsdp_fx.planning.lookahead import Lookahead
+from fsdp_fx.planning.measurements import Measurements
 from fsdp_fx.program import Program
 from fsdp_fx.trace import Trace
 
-__all__ = ["PASSES", "Pass", "PassOptions", "plan", "run_passes"]
+__all__ = [
+    "PASSES",
+    "Measurements",
+    "MemoryBudget",
+    "Pass",
+    "PassOptions",
+    "plan",
+    "run_passes",
+]
 
 
 @dataclass(frozen=True)
@@ -30,29 +41,82 @@ class PassOptions:
 
     Args:
         forward_prefetch: lookahead of forward events: ``None`` for exactly one event
-            ahead, 0 for none, ``N`` for as many successors as fit in ``N`` elements.
+            ahead, 0 for none, ``N`` for as many successors as fit in ``N`` elements,
+            ``"timed"`` for as early as the measured durations ask for, within the budget,
+            and at least one event ahead.
         backward_prefetch: the same for backward events.
         reduce_gradients: ``"per_backward"`` to reduce after every microbatch,
-            ``"per_window"`` to keep full gradients and reduce once.
+            ``"per_window"`` to keep full gradients and reduce once, ``"planned"`` to keep
+            those that the memory budget has room for.
+        memory_budget: bytes of full parameters and full gradients that may stay resident at
+            an event, beyond the units in use and those that the lookahead covers; ``"auto"``
+            for what fits under the recorded peak; ``None`` to keep nothing.
 
     Raises:
-        ValueError: a budget is negative, or ``reduce_gradients`` is neither of the two.
+        ValueError: a value is none of these, or an option has no effect without another.
     """
 
-    forward_prefetch: int | None = None
-    backward_prefetch: int | None = None
+    forward_prefetch: Lookahead = None
+    backward_prefetch: Lookahead = None
     reduce_gradients: ReduceGradients = "per_backward"
+    memory_budget: MemoryBudget = None
 
     def __post_init__(self) -> None:
         for name in ("forward_prefetch", "backward_prefetch"):
-            budget = getattr(self, name)
-            if budget is not None and budget < 0:
-                raise ValueError(f"{name} is {budget}; it must be None or at least 0 elements")
+            value = getattr(self, name)
+            _require_number(
+                name,
+                value,
+                "timed",
+                "not a number of elements: use None for one event ahead, 0 for none, a positive "
+                'int, or "timed" for as early as measured durations ask for',
+            )
+        _require_number(
+            "memory_budget",
+            self.memory_budget,
+            "auto",
+            'not a number of bytes: use None or 0 to keep nothing, a positive int, or "auto" for '
+            "what fits under the recorded peak",
+        )
         known = get_args(ReduceGradients)
         if self.reduce_gradients not in known:
+            choices = " or ".join(f'"{choice}"' for choice in known)
             raise ValueError(
-                f"reduce_gradients is {self.reduce_gradients!r}; it must be one of {known}"
+                f"reduce_gradients={self.reduce_gradients!r} is unknown: use {choices}"
             )
+        if self.memory_budget is None:
+            if self.reduce_gradients == "planned":
+                raise ValueError(
+                    'reduce_gradients="planned" needs a memory_budget to keep gradients in: give '
+                    'bytes or "auto"'
+                )
+            for name in ("forward_prefetch", "backward_prefetch"):
+                if getattr(self, name) == "timed":
+                    raise ValueError(
+                        f'{name}="timed" needs a memory_budget to gather ahead in: give bytes or '
+                        '"auto"'
+                    )
+
+    @property
+    def measures(self) -> bool:
+        """Whether a program can only be planned from the measurements of a recorded window."""
+        return bool(self.measured_choice)
+
+    @property
+    def measured_choice(self) -> str:
+        """The choice that needs measurements, as code; empty if none does."""
+        for name in ("memory_budget", "forward_prefetch", "backward_prefetch"):
+            value = getattr(self, name)
+            if isinstance(value, str):
+                return f'{name}="{value}"'
+        return ""
+
+
+def _require_number(name: str, value: object, word: str, choices: str) -> None:
+    if value is None or value == word:
+        return
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError(f"{name}={value!r} is {choices}")
 
 
 @dataclass(frozen=True)
@@ -69,7 +133,7 @@ class Pass:
     name: str
     needs: frozenset[str]
     provides: frozenset[str]
-    run: Callable[[Program, PassOptions], Program]
+    run: Callable[[Program, PassOptions, Measurements], Program]
 
 
 PASSES: tuple[Pass, ...] = (
@@ -77,39 +141,61 @@ PASSES: tuple[Pass, ...] = (
         "gathers",
         needs=frozenset({"computes"}),
         provides=frozenset({"gathered"}),
-        run=lambda program, options: insert_gathers(program),
-    ),
-    Pass(
-        "prefetch",
-        needs=frozenset({"gathered"}),
-        provides=frozenset({"hoisted"}),
-        run=lambda program, options: hoist_gathers(
-            program, options.forward_prefetch, options.backward_prefetch
-        ),
-    ),
-    # Merging intervals, as prefetch does, would leave the frees between them behind.
-    Pass(
-        "frees",
-        needs=frozenset({"gathered", "hoisted"}),
-        provides=frozenset({"freed"}),
-        run=lambda program, options: insert_frees(program),
+        run=lambda program, options, measurements: insert_gathers(program),
     ),
     Pass(
         "reductions",
-        needs=frozenset({"freed"}),
+        needs=frozenset({"computes"}),
         provides=frozenset({"reduced"}),
-        run=lambda program, options: insert_reductions(program, options.reduce_gradients),
+        run=lambda program, options, measurements: insert_reductions(
+            program, options.reduce_gradients
+        ),
+    ),
+    Pass(
+        "residency",
+        needs=frozenset({"gathered", "reduced"}),
+        provides=frozenset({"kept"}),
+        run=lambda program, options, measurements: keep_resident(
+            program,
+            options.memory_budget,
+            options.forward_prefetch,
+            options.backward_prefetch,
+            options.reduce_gradients == "planned",
+            measurements,
+        ),
+    ),
+    # Gathers ahead take the memory that is left by what is kept.
+    Pass(
+        "prefetch",
+        needs=frozenset({"gathered", "kept"}),
+        provides=frozenset({"hoisted"}),
+        run=lambda program, options, measurements: hoist_gathers(
+            program, options.forward_prefetch, options.backward_prefetch, measurements
+        ),
+    ),
+    # Merging intervals, as those before do, would leave the frees between them behind.
+    Pass(
+        "frees",
+        needs=frozenset({"gathered", "kept", "hoisted"}),
+        provides=frozenset({"freed"}),
+        run=lambda program, options, measurements: insert_frees(program),
     ),
 )
 
 
-def run_passes(program: Program, passes: Sequence[Pass], options: PassOptions) -> Program:
+def run_passes(
+    program: Program,
+    passes: Sequence[Pass],
+    options: PassOptions,
+    measurements: Measurements | None = None,
+) -> Program:
     """Run ``passes`` in order, holding each to its contract.
 
     Args:
         program: where to start.
         passes: the passes, in order.
         options: given to every pass.
+        measurements: given to every pass; of nothing, if not given.
 
     Returns:
         The program after the last pass, not verified.
@@ -118,6 +204,7 @@ def run_passes(program: Program, passes: Sequence[Pass], options: PassOptions) -
         ValueError: a pass needs a property that no earlier one provides, or would
             provide one again.
     """
+    measurements = measurements or Measurements()
     for step in passes:
         if missing := step.needs - program.provides:
             raise ValueError(
@@ -130,22 +217,28 @@ def run_passes(program: Program, passes: Sequence[Pass], options: PassOptions) -
                 f"which the program has already"
             )
         provides = program.provides | step.provides
-        program = replace(step.run(program, options), provides=provides)
+        program = replace(step.run(program, options, measurements), provides=provides)
     return program
 
 
-def plan(trace: Trace, options: PassOptions | None = None) -> Program:
+def plan(
+    trace: Trace,
+    options: PassOptions | None = None,
+    measurements: Measurements | None = None,
+) -> Program:
     """The verified program of a window.
 
     Args:
         trace: the window.
         options: the user's choices; by default one event ahead, and a reduction per
             backward.
+        measurements: what was measured of the window, equal on all ranks.
 
     Raises:
+        ValueError: the options ask for measurements that are not given.
         ProgramError: the passes wrote a program that breaks a rule: a defect in them.
     """
     options = options or PassOptions()
-    program = run_passes(Program.from_trace(trace), PASSES, options)
+    program = run_passes(Program.from_trace(trace), PASSES, options, measurements)
     program.verify()
     return program

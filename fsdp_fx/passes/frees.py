@@ -6,13 +6,15 @@ before, by :mod:`fsdp_fx.passes.gathers` and :mod:`fsdp_fx.passes.prefetch`.
 
 from __future__ import annotations
 
-from fsdp_fx.program import Program, compute_nodes, end_order, free, place_after, wait
+from fsdp_fx.program import Program, compute_nodes, end_order, free, place_after, unit_of, wait
 
 __all__ = ["insert_frees"]
 
 
 def insert_frees(program: Program) -> Program:
     """Free every gathered unit when the last use of its interval has ended.
+
+    The last interval of a unit that is carried to the next window is not freed.
 
     Args:
         program: every compute with the value that it needs; no frees.
@@ -24,13 +26,17 @@ def insert_frees(program: Program) -> Program:
     graph = program.copy_graph()
     computes = compute_nodes(graph)
     position_of = {node: position for position, node in enumerate(computes)}
-    for full in graph.find_nodes(op="call_function", target=wait):
+    waits = graph.find_nodes(op="call_function", target=wait)
+    last_of = {unit_of(full): full for full in waits}
+    for full in waits:
+        if unit_of(full) in program.carried and last_of[unit_of(full)] is full:
+            continue
         # By end, not by position: a parent's use outlasts those of its children.
         last = max(
             (position_of[user] for user in full.users),
             key=lambda position: end_order(trace, position),
         )
         label = str(trace[last])
-        with graph.inserting_after(place_after(program, computes, last)):
+        with graph.inserting_after(place_after(program, computes, last, "free")):
             graph.create_node("call_function", free, (full,), {"after": label}, f"free_{label}")
     return program.with_graph(graph)

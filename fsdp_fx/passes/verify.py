@@ -26,7 +26,10 @@ Every event computes, with what it needs:
 Nothing is gathered twice, freed too early or left over:
 
 - ``no-double-free``: nothing is freed twice.
-- ``freed-at-end``: every gather is freed.
+- ``carried-frozen``: only frozen units stay past the end: the optimizer changes the others.
+- ``carried-at-end``: a unit that is said to stay past the end is gathered, and not freed
+  after its last gather.
+- ``freed-at-end``: every other gather is freed.
 - ``no-second-gather``: no unit is gathered while it is resident or in flight.
 - ``no-use-after-free``: no compute takes what has been freed.
 - ``after-has-ended``: the event that ``after`` names has begun and its use has ended.
@@ -35,7 +38,8 @@ Nothing is gathered twice, freed too early or left over:
   say otherwise), the free before the reduction.
 - ``free-after-own-use``: a free comes after an event that uses the value.
 - ``no-free-in-use``: nothing is freed while another use of it is still running.
-- ``resident-limit``: bytes resident beyond the units in use stay within the limit.
+- ``within-capacity``: the full parameters and the waiting full gradients at each event stay
+  within the program's capacity.
 
 Gradients are reduced when, and only when, they are there:
 
@@ -58,7 +62,7 @@ from typing import cast
 
 from torch import fx
 
-from fsdp_fx.planning.memory import format_bytes, needed_bytes, resident_bytes
+from fsdp_fx.planning.memory import format_bytes, kept_gradient_bytes, resident_bytes
 from fsdp_fx.program import Operation, Program, all_reduces, end_order, operation, unit_of
 from fsdp_fx.trace import Event, Trace
 
@@ -292,9 +296,32 @@ def _no_double_free(view: _View) -> _Violations:
             yield second.node, f"{op.unit} from {op.node.name} is freed a second time"
 
 
+def _carried_frozen(view: _View) -> _Violations:
+    for unit in view.trace.units:
+        if unit.name in view.program.carried and unit.trainable:
+            yield (
+                view.output,
+                f"{unit.name} would stay over an optimizer step, and is trainable: stale then",
+            )
+
+
+def _carried_at_end(view: _View) -> _Violations:
+    last = {op.unit: op for op in view.of("wait")}
+    for name in sorted(view.program.carried):
+        if name not in last:
+            yield view.output, f"{name} is to stay for the next window and is never gathered"
+        elif (last[name].node, "free") in view.users:
+            yield (
+                view.users[last[name].node, "free"][0].node,
+                f"{name} is to stay for the next window and is freed in the end",
+            )
+
+
 def _freed_at_end(view: _View) -> _Violations:
+    last = {op.unit: op for op in view.of("wait")}
     for op in view.of("wait"):
-        if (op.node, "free") not in view.users:
+        stays = op.unit in view.program.carried and op is last[op.unit]
+        if (op.node, "free") not in view.users and not stays:
             yield op.node, f"{op.unit} is never freed"
 
 
@@ -372,18 +399,24 @@ def _no_free_in_use(view: _View) -> _Violations:
                 )
 
 
-def _resident_limit(view: _View) -> _Violations:
-    limit = view.program.resident_limit
-    if limit is None:
+def _within_capacity(view: _View) -> _Violations:
+    capacity = view.program.capacity
+    if capacity is None:
         return
-    curve = resident_bytes(view.program)
-    needed = needed_bytes(view.trace)
-    for op, resident, need in zip(view.of("compute"), curve, needed, strict=True):
-        if resident - need > limit:
+    if len(capacity) != len(view.trace):
+        yield view.output, f"capacity at {len(capacity)} of {len(view.trace)} events"
+        return
+    resident = resident_bytes(view.program)
+    kept = kept_gradient_bytes(view.trace, [op.event for op in view.of("reduce")])
+    for op, parameters, gradients, limit in zip(
+        view.of("compute"), resident, kept, capacity, strict=True
+    ):
+        if parameters + gradients > limit:
             yield (
                 op.node,
-                f"{format_bytes(resident)} resident at {view.event(op)}, {format_bytes(need)} "
-                f"in use, and the limit beyond that is {format_bytes(limit)}",
+                f"at {view.event(op)} (event {op.event}) {format_bytes(parameters)} of parameters "
+                f"are resident and {format_bytes(gradients)} of gradients wait, and there is room "
+                f"for {format_bytes(limit)}",
             )
 
 
@@ -462,6 +495,8 @@ _RULES: tuple[_Rule, ...] = (
     _no_dropped_gather,
     _wait_at_use,
     _no_double_free,
+    _carried_frozen,
+    _carried_at_end,
     _freed_at_end,
     _no_second_gather,
     _no_use_after_free,
@@ -469,7 +504,7 @@ _RULES: tuple[_Rule, ...] = (
     _after_in_place,
     _free_after_own_use,
     _no_free_in_use,
-    _resident_limit,
+    _within_capacity,
     _reduce_trainable,
     _reduce_after_contribution,
     _no_second_reduction,

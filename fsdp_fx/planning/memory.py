@@ -1,14 +1,17 @@
-"""How many bytes of full parameters a program keeps resident, event by event.
+"""How many bytes of full parameters and gradients a program keeps resident, event by event.
 
-Asked by printing, by :mod:`fsdp_fx.passes.verify` and by :mod:`fsdp_fx.timeline`. It
-counts what the program gathers; gradients, activations, communication buffers and what
-an allocator rounds up are not in it.
+Asked by the passes, by printing, by :mod:`fsdp_fx.passes.verify` and by
+:mod:`fsdp_fx.timeline`. It counts what the program gathers, and full gradients that wait for
+their reduction; the gradients that a running backward computes, activations, communication
+buffers and what an allocator rounds up are not in it.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from torch import fx
 
@@ -17,11 +20,15 @@ from fsdp_fx.trace import Trace
 
 __all__ = [
     "Interval",
+    "contributions",
     "format_bytes",
     "intervals",
+    "kept_gradient_bytes",
     "needed_bytes",
+    "on_demand",
     "peak_resident_bytes",
     "resident_bytes",
+    "used_intervals",
 ]
 
 
@@ -47,7 +54,8 @@ class Interval:
 def intervals(program: Program) -> tuple[Interval, ...]:
     """The residency intervals of ``program``, in the order of their gathers.
 
-    A gather that is never freed lasts until the last event.
+    A gather that is never freed lasts until the last event. The first interval of a unit
+    that is carried from window to window begins with the window.
     """
     gathered: dict[fx.Node, int] = {}
     waited: dict[fx.Node, int] = {}
@@ -67,6 +75,10 @@ def intervals(program: Program) -> tuple[Interval, ...]:
             case "free":
                 freed[node.args[0].args[0]] = place - 1
     last = len(program.trace) - 1
+    for name in program.carried:
+        first = next((node for node in gathered if unit_of(node) == name), None)
+        if first is not None:
+            gathered[first] = 0
     return tuple(
         Interval(
             unit=unit_of(node),
@@ -79,20 +91,33 @@ def intervals(program: Program) -> tuple[Interval, ...]:
     )
 
 
+def used_intervals(program: Program) -> tuple[Interval, ...]:
+    """The residency intervals of a program without frees: each to the end of its last use."""
+    ends = program.trace.ends
+    return tuple(
+        replace(interval, freed=max(ends[use] for use in interval.uses))
+        for interval in intervals(program)
+    )
+
+
 def resident_bytes(program: Program) -> list[int]:
     """Bytes gathered or in flight at each event's compute.
 
-    A unit counts from its gather to its free. Around a compute, frees come first and
-    gathers after them, so these values are also the highest between two computes.
+    A unit counts from its gather to its free; one that is carried from window to window
+    counts from the start. Around a compute, frees come first and gathers after them, so
+    these values are also the highest between two computes.
 
     Returns:
         One value per compute, in bytes.
     """
     size = {unit.name: unit.bytes for unit in program.trace.units}
     curve: list[int] = []
-    resident = 0
+    there = set(program.carried)
+    resident = sum(size[name] for name in there)
     for node in program.graph_module.graph.nodes:
         match operation(node):
+            case "gather" if unit_of(node) in there:
+                there.remove(unit_of(node))
             case "gather":
                 resident += size[unit_of(node)]
             case "free":
@@ -129,6 +154,67 @@ def needed_bytes(trace: Trace) -> list[int]:
             if running[unit] == 0:
                 needed -= size[unit]
     return curve
+
+
+def kept_gradient_bytes(trace: Trace, reductions: Iterable[int]) -> list[int]:
+    """Bytes of full gradients that wait for their reduction at each event's compute.
+
+    A gradient waits from the end of a use after which it could be reduced and is not
+    (:attr:`Trace.reduces`) until its reduction is issued: also while a later backward of its
+    unit adds to it.
+
+    Args:
+        trace: the window.
+        reductions: positions of the events after which their units are reduced.
+
+    Returns:
+        One value per event, in bytes.
+    """
+    size = {unit.name: unit.gradient_bytes for unit in trace.units}
+    reduced = set(reductions)
+    change = [0] * (len(trace) + 1)
+    kept: dict[str, int] = {}
+    for position in contributions(trace):
+        unit, place = trace[position].unit, trace.ends[position] + 1
+        if position in reduced:
+            change[place] -= kept.pop(unit, 0)
+        elif unit not in kept:
+            kept[unit] = size[unit]
+            change[place] += size[unit]
+    return list(accumulate(change[:-1]))
+
+
+def contributions(trace: Trace) -> list[int]:
+    """The events after which gradients of trainable units can be reduced, by when they end."""
+    trainable = {unit.name for unit in trace.units if unit.trainable}
+    return sorted(
+        (position for position in trace.reduces if trace[position].unit in trainable),
+        key=lambda position: (trace.ends[position], trace.end_ranks[position]),
+    )
+
+
+def on_demand(trace: Trace) -> tuple[Interval, ...]:
+    """The residency intervals where every gather is on demand and every free early.
+
+    Uses of a unit that overlap (a parent that calls itself, two microbatches of one owner at
+    once) share an interval.
+    """
+    uses: list[list[int]] = []
+    ends: list[int] = []
+    held: dict[str, int] = {}  # a unit's last interval
+    for position, event in enumerate(trace):
+        index = held.get(event.unit, -1)
+        if index >= 0 and ends[index] >= position:
+            uses[index].append(position)
+            ends[index] = max(ends[index], trace.ends[position])
+        else:
+            held[event.unit] = len(uses)
+            uses.append([position])
+            ends.append(trace.ends[position])
+    return tuple(
+        Interval(trace[used[0]].unit, used[0], used[0], tuple(used), end)
+        for used, end in zip(uses, ends, strict=True)
+    )
 
 
 def format_bytes(count: int) -> str:

@@ -1,0 +1,101 @@
+"""Pass: keep units and full gradients resident where there is memory for them.
+
+Merges the intervals of a unit whose gap it is kept through, and takes out the reductions of
+gradients that are kept. What is worth it is decided by :mod:`fsdp_fx.planning.residency`; how
+far ahead the gathers that are left are issued, by :mod:`fsdp_fx.passes.prefetch`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+from typing import Literal, cast
+
+from torch import fx
+
+from fsdp_fx.planning.lookahead import Lookahead, covered_from
+from fsdp_fx.planning.measurements import Measurements
+from fsdp_fx.planning.memory import kept_gradient_bytes, needed_bytes, used_intervals
+from fsdp_fx.planning.residency import keep, lookahead_bytes
+from fsdp_fx.planning.room import budgeted_room
+from fsdp_fx.program import Program, compute_nodes, reduce
+from fsdp_fx.trace import Trace
+
+__all__ = ["MemoryBudget", "keep_resident", "merge_intervals"]
+
+MemoryBudget = int | Literal["auto"] | None
+
+
+def keep_resident(
+    program: Program,
+    budget: MemoryBudget,
+    forward: Lookahead,
+    backward: Lookahead,
+    gradients: bool,
+    measurements: Measurements,
+) -> Program:
+    """Keep what saves the most bytes of communication within the budget.
+
+    Args:
+        program: gathers on demand, every reduction that the user's choice asks for, no frees.
+        budget: bytes of full parameters and full gradients that may stay beyond the units in
+            use and those that the lookahead covers; ``"auto"`` for the recorded room, of
+            which the lookahead takes its part; None for nothing, and no limit.
+        forward: lookahead of forward events.
+        backward: lookahead of backward events.
+        gradients: whether full gradients may be kept.
+        measurements: with the recorded room, for ``"auto"``.
+
+    Returns:
+        The program with its capacity.
+
+    Raises:
+        ValueError: ``"auto"`` without a recorded room.
+    """
+    if budget is None:
+        return program
+    trace = program.trace
+    there = used_intervals(program)
+    covered = covered_from(trace, forward, backward)
+    if budget == "auto":
+        if measurements.room is None:
+            raise ValueError('memory_budget="auto" needs the memory of a recorded window')
+        room = list(measurements.room)
+    else:
+        room = budgeted_room(budget, lookahead_bytes(trace, there, covered))
+    reductions = [position for position, step in enumerate(program.steps) if step.reduces]
+    forced = kept_gradient_bytes(trace, reductions)
+    needed = needed_bytes(trace)
+    kept = keep(trace, there, covered, room, gradients=gradients, carries=isinstance(budget, int))
+    graph = program.copy_graph()
+    merge_intervals(graph, trace, kept.gathers)
+    for node in graph.find_nodes(op="call_function", target=reduce):
+        if program.positions[cast(str, node.kwargs["after"])] in kept.reductions:
+            graph.erase_node(node)
+    return replace(
+        program.with_graph(graph),
+        capacity=tuple(map(sum, zip(room, needed, forced, strict=True))),
+        carried=kept.carried,
+        unproven=kept.unproven,
+    )
+
+
+def merge_intervals(graph: fx.Graph, trace: Trace, gathers: Collection[int]) -> None:
+    """Have the intervals before take in those that begin with some uses.
+
+    Args:
+        graph: edited in place.
+        trace: the trace that it schedules.
+        gathers: positions of the first uses of the intervals that are taken in.
+    """
+    held: dict[str, fx.Node] = {}  # a unit's value
+    for position, node in enumerate(compute_nodes(graph)):
+        full = cast(fx.Node, node.args[0])
+        if position in gathers:
+            handle = cast(fx.Node, full.args[0])
+            before = held[trace[position].unit]
+            full.replace_all_uses_with(before)
+            graph.erase_node(full)
+            graph.erase_node(handle)
+            full = before
+        held[trace[position].unit] = full

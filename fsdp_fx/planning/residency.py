@@ -1,0 +1,214 @@
+"""What stays resident: which gathers and reductions a window can do without.
+
+Between two intervals of a unit lies a gap. Keeping the unit through the gap saves a gather and
+costs its bytes at every event inside; keeping its full gradient between two backwards saves a
+reduction and costs the gradient's bytes. Every choice saves as many bytes of communication as
+it holds of memory, so the two compete for the same room: :func:`keep` takes the most
+valuable ones that fit, with :mod:`fsdp_fx.planning.packing`.
+
+A unit that the lookahead would gather at some event of its gap anyway costs nothing from there
+on: where the lookahead has its own room, only the events before count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+from fsdp_fx.planning.memory import Interval, contributions
+from fsdp_fx.planning.packing import Item, pack
+from fsdp_fx.trace import Trace
+
+__all__ = ["Kept", "carry", "keep", "lookahead_bytes", "merge", "move"]
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What stays resident.
+
+    Args:
+        gathers: first uses of intervals whose gather is saved: the unit stays from its
+            interval before.
+        reductions: events that could be reduced after, and are not: the gradient is kept
+            until the unit's next backward.
+        carried: frozen units that stay from one window to the next.
+        unproven: bytes that another choice might save more, at most.
+    """
+
+    gathers: frozenset[int] = frozenset()
+    reductions: frozenset[int] = frozenset()
+    carried: frozenset[str] = frozenset()
+    unproven: int = 0
+
+
+def lookahead_bytes(
+    trace: Trace, intervals: Sequence[Interval], covered: Sequence[int]
+) -> list[int]:
+    """Bytes of the units that the lookahead covers at each event and that are not in use.
+
+    Args:
+        trace: the window.
+        intervals: gathered on demand, with nothing kept.
+        covered: the first event whose lookahead covers each event.
+
+    Returns:
+        One value per event, in bytes.
+    """
+    size = {unit.name: unit.bytes for unit in trace.units}
+    change = [0] * (len(trace) + 1)
+    until: dict[str, int] = {}
+    for interval in intervals:
+        start = max(until.get(interval.unit, -1) + 1, covered[interval.waited])
+        if start < interval.waited:
+            change[start] += size[interval.unit]
+            change[interval.waited] -= size[interval.unit]
+        until[interval.unit] = interval.freed
+    return list(accumulate(change[:-1]))
+
+
+def keep(
+    trace: Trace,
+    intervals: Sequence[Interval],
+    covered: Sequence[int],
+    room: Sequence[int],
+    *,
+    gradients: bool = False,
+    carries: bool = False,
+) -> Kept:
+    """Choose what stays resident, so that the fewest bytes are gathered and reduced.
+
+    Args:
+        trace: the window.
+        intervals: gathered on demand, with nothing kept.
+        covered: the first event whose lookahead covers each event.
+        room: bytes that may be resident at each event beyond the units in use there and the
+            gradients that are kept at any rate.
+        gradients: whether full gradients may be kept between two backwards of their unit.
+        carries: whether frozen units may stay from one window to the next.
+
+    Returns:
+        The choice.
+    """
+    reserved = lookahead_bytes(trace, intervals, covered)
+    # Where there is less room than the lookahead wants, it takes what is left by the rest.
+    tight = [left < wanted for left, wanted in zip(room, reserved, strict=True)]
+    capacity = [
+        left if short else left - wanted
+        for left, wanted, short in zip(room, reserved, tight, strict=True)
+    ]
+    units = {unit.name: unit for unit in trace.units}
+    items: list[Item] = []
+    gathers: list[int | None] = []  # of each item: what it saves
+    reductions: list[int | None] = []
+    carried: list[str | None] = []
+
+    def add(item: Item, gather: int | None, reduction: int | None, unit: str | None) -> None:
+        items.append(item)
+        gathers.append(gather)
+        reductions.append(reduction)
+        carried.append(unit)
+
+    def stretches(start: int, stop: int, charged: int) -> list[tuple[int, int]]:
+        """The events from ``start`` to ``stop`` that count: to ``charged``, and tight ones."""
+        found = [(start, min(stop, charged))] if start < min(stop, charged) else []
+        for position in range(max(start, charged), stop):
+            if tight[position]:
+                if found and found[-1][1] == position:
+                    found[-1] = found[-1][0], position + 1
+                else:
+                    found.append((position, position + 1))
+        return found
+
+    first: dict[str, Interval] = {}
+    before: dict[str, int] = {}
+    for interval in intervals:
+        name, use = interval.unit, interval.waited
+        if name in before:
+            size = units[name].bytes
+            gap = tuple(stretches(before[name] + 1, use, covered[use]))
+            add(Item(size, size, gap), use, None, None)
+        else:
+            first[name] = interval
+        before[name] = max(before.get(name, -1), interval.freed)
+    if carries:
+        for name, interval in first.items():
+            unit = units[name]
+            if not unit.trainable:
+                use = interval.waited
+                gap = tuple(
+                    stretches(0, use, covered[use])
+                    + stretches(before[name] + 1, len(trace), len(trace))
+                )
+                add(Item(unit.bytes, unit.bytes, gap), None, None, name)
+    if gradients:
+        last: dict[str, int] = {}
+        for position in contributions(trace):
+            name = trace[position].unit
+            if name in last:
+                size = units[name].gradient_bytes
+                # What a backward adds to is there in the whole of it.
+                gap = ((trace.ends[last[name]] + 1, trace.ends[position] + 1),)
+                add(Item(size, size, gap), None, last[name], None)
+            last[name] = position
+    packing = pack(items, capacity)
+    chosen = sorted(packing.taken)
+    return Kept(
+        frozenset(use for use in (gathers[index] for index in chosen) if use is not None),
+        frozenset(at for at in (reductions[index] for index in chosen) if at is not None),
+        frozenset(name for name in (carried[index] for index in chosen) if name is not None),
+        packing.unproven,
+    )
+
+
+def merge(intervals: Sequence[Interval], gathers: frozenset[int]) -> tuple[Interval, ...]:
+    """The intervals in which the gathers for some uses are saved.
+
+    Args:
+        intervals: gathered on demand, in order.
+        gathers: first uses of the intervals that their unit's interval before takes in.
+    """
+    result: list[Interval] = []
+    last: dict[str, int] = {}
+    for interval in intervals:
+        if interval.waited in gathers:
+            index = last[interval.unit]
+            one = result[index]
+            result[index] = replace(
+                one, uses=one.uses + interval.uses, freed=max(one.freed, interval.freed)
+            )
+        else:
+            last[interval.unit] = len(result)
+            result.append(interval)
+    return tuple(result)
+
+
+def move(intervals: Sequence[Interval], issued: Mapping[int, int]) -> tuple[Interval, ...]:
+    """The intervals with their gathers issued elsewhere, in the order of the gathers.
+
+    Args:
+        intervals: gathered on demand.
+        issued: where the gather of each is issued, by its first use.
+    """
+    moved = [replace(interval, gathered=issued[interval.waited]) for interval in intervals]
+    # At one event the gather on demand comes first, then those ahead by their use.
+    return tuple(sorted(moved, key=lambda each: (each.gathered, each.waited)))
+
+
+def carry(
+    trace: Trace, intervals: Sequence[Interval], carried: frozenset[str]
+) -> tuple[Interval, ...]:
+    """The intervals in which some units stay from one window to the next.
+
+    Args:
+        trace: the window.
+        intervals: in the order of their gathers.
+        carried: the units: their first interval begins with the window and their last ends
+            with it.
+    """
+    result = list(intervals)
+    for name in carried:
+        own = [index for index, interval in enumerate(result) if interval.unit == name]
+        result[own[0]] = replace(result[own[0]], gathered=0)
+        result[own[-1]] = replace(result[own[-1]], freed=len(trace) - 1)
+    return tuple(result)
