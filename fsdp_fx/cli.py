@@ -7,11 +7,12 @@ cannot be done as asked exits with 2 and one line on stderr.
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from . import __version__, demo
+from . import __version__, demo, forecast, view
 
 __all__ = ["main"]
 
@@ -36,11 +37,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"fsdp-fx {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_demo(commands)
+    _add_plan(commands)
+    _add_view(commands)
     parsed = parser.parse_args(arguments)
     execute: Callable[[argparse.Namespace], int] = parsed.execute
     try:
         return execute(parsed)
-    except demo.DemoError as error:
+    except (demo.DemoError, forecast.ForecastError, view.ViewError) as error:
         parser.error(str(error))
     except KeyboardInterrupt:
         return 130
@@ -80,3 +83,33 @@ def _demo(parsed: argparse.Namespace) -> int:
             region_compiler=parsed.region_compiler,
         )
     )
+
+
+def _add_plan(commands: argparse._SubParsersAction[_Parser]) -> None:
+    parser = commands.add_parser(
+        "plan",
+        help="predict the communication, memory and step time of a pipeline schedule",
+        description="Plans one training step for each memory budget, simulates it, and compares "
+        "it with gathering one ahead, with keeping what was used last and with keeping "
+        "everything. Needs no GPU. Example: fsdp-fx plan --ranks 128 --pipeline 8 --virtual 4 "
+        "--microbatches 32 --layers 64 --hidden 8192 --budget 0,1GiB,4GiB,everything",
+    )
+    forecast.add_arguments(parser)
+    parser.set_defaults(execute=forecast.run)
+
+
+def _add_view(commands: argparse._SubParsersAction[_Parser]) -> None:
+    parser = commands.add_parser(
+        "view",
+        help="summarise a saved timeline, trace or plan",
+        description="Says in a few lines what a file holds: a timeline that save_timeline() has "
+        "written as .json, a trace that fsdp_fx.saved.save_trace() has written, or a plan of "
+        "fsdp-fx plan --json.",
+    )
+    parser.add_argument("file", type=Path, metavar="FILE", help="the JSON file")
+    parser.set_defaults(execute=_view)
+
+
+def _view(parsed: argparse.Namespace) -> int:
+    print(view.summary(parsed.file, sys.stdout.encoding or "ascii"))
+    return 0

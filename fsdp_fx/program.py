@@ -160,8 +160,8 @@ class Program:
     """A trace with its schedule: an immutable value, rewritten only by passes.
 
     Args:
-        graph_module: the graph, runnable Python. Treat it as read-only: passes edit
-            the copy that :meth:`copy_graph` gives them.
+        graph: the schedule. Treat it as read-only: passes edit the copy that
+            :meth:`copy_graph` gives them.
         trace: the window that the program schedules.
         provides: properties that passes have established so far.
         capacity: bytes of full parameters, and of full gradients that wait for their
@@ -172,7 +172,7 @@ class Program:
             0 where the choice is proven to be the best.
     """
 
-    graph_module: fx.GraphModule
+    graph: fx.Graph
     trace: Trace
     provides: frozenset[str] = frozenset()
     capacity: tuple[int, ...] | None = None
@@ -196,17 +196,23 @@ class Program:
             # FX turns the dots and the space of a label into underscores.
             graph.create_node("call_function", compute, (), {"event": label}, f"compute_{label}")
         graph.output(())
-        return cls(_module(graph), trace, frozenset({"computes"}))
+        return cls(graph, trace, frozenset({"computes"}))
+
+    @cached_property
+    def graph_module(self) -> fx.GraphModule:
+        """The graph as runnable Python. Treat it as read-only."""
+        # Only if asked for: to write and compile the code takes longer than most passes.
+        return fx.GraphModule({}, self.graph, class_name="Program")
 
     def copy_graph(self) -> fx.Graph:
         """A copy of the graph, for a pass to edit."""
         graph = fx.Graph()
-        graph.output(graph.graph_copy(self.graph_module.graph, {}))
+        graph.output(graph.graph_copy(self.graph, {}))
         return graph
 
     def with_graph(self, graph: fx.Graph) -> Program:
         """This program with another graph."""
-        return replace(self, graph_module=_module(graph))
+        return replace(self, graph=graph)
 
     @cached_property
     def positions(self) -> Mapping[str, int]:
@@ -225,7 +231,7 @@ class Program:
         heads: list[tuple[str, tuple[str, ...], bool, tuple[str, ...]]] = []
         issued: list[str] = []
         before_wait: tuple[str, ...] | None = None
-        for node in self.graph_module.graph.nodes:
+        for node in self.graph.nodes:
             match operation(node):
                 case "gather":
                     issued.append(unit_of(node))
@@ -369,10 +375,6 @@ def place_after(
     return node
 
 
-def _module(graph: fx.Graph) -> fx.GraphModule:
-    return fx.GraphModule({}, graph, class_name="Program")
-
-
 def _label(node: fx.Node) -> str:
     """The event that a compute, free or reduce node names."""
     return cast(str, node.kwargs["event" if operation(node) == "compute" else "after"])
@@ -384,7 +386,7 @@ def _lines(program: Program) -> Iterator[str]:
     starts = {call.start: call for call in program.trace.calls}
     place = -1  # of the last compute seen
     heading = -1  # of the last event whose call has its heading
-    for node in program.graph_module.graph.nodes:
+    for node in program.graph.nodes:
         kind = operation(node)
         if kind is None:
             continue
@@ -406,13 +408,13 @@ def _header(program: Program) -> str:
 
     trace = program.trace
     counts = {kind: 0 for kind in _OPERATIONS.values()}
-    for node in program.graph_module.graph.nodes:
+    for node in program.graph.nodes:
         if (kind := operation(node)) is not None:
             counts[kind] += 1
     ahead = sum(len(step.prefetches) for step in program.steps)
     reductions = _count(counts["reduce"], "reduction")
     if replicated := {unit.name for unit in trace.units if unit.replicas > 1}:
-        nodes = program.graph_module.graph.find_nodes(op="call_function", target=reduce)
+        nodes = program.graph.find_nodes(op="call_function", target=reduce)
         over = sum(unit_of(node) in replicated and all_reduces(node) for node in nodes)
         reductions += f" ({over} over replicas)"
     chunks = len({unit.chunk for unit in trace.units})
@@ -420,7 +422,7 @@ def _header(program: Program) -> str:
     reduced = [position for position, step in enumerate(program.steps) if step.reduces]
     kept = max(kept_gradient_bytes(trace, reduced), default=0)
     gradients = f", {format_bytes(kept)} of gradients kept" if kept else ""
-    stay = f"; {_count(len(program.carried), 'unit')} stay for the next window"
+    stay = f"; {_count(len(program.carried), 'unit')} kept for the next window"
     return (
         f"# program: {_count(len(trace), 'event')}, {_count(len(trace.units), 'unit')}, "
         f"{_count(chunks, 'chunk')}; {_count(counts['gather'], 'gather')} ({ahead} ahead), "
@@ -471,7 +473,7 @@ def _is_carried(program: Program, node: fx.Node) -> bool:
     """Whether a gather finds its unit there, from the window before."""
     if unit_of(node) not in program.carried:
         return False
-    gathers = program.graph_module.graph.find_nodes(op="call_function", target=gather)
+    gathers = program.graph.find_nodes(op="call_function", target=gather)
     return node is next(other for other in gathers if unit_of(other) == unit_of(node))
 
 

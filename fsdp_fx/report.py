@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 from torch import fx
 
+from .planning.memory import format_bytes, kept_gradient_bytes, peak_resident_bytes
+from .planning.outline import outline_of
 from .program import Program
 from .residency import Stats
 from .torch_internals import graph_break_reasons
@@ -143,12 +145,23 @@ class Report:
             f"reductions: {stats.reductions}",
         ]
         for index, program in enumerate(programs):
-            trace = program.trace
+            trace, outline = program.trace, outline_of(program)
             lines.append(
                 f"program {index}: {_count(len(trace), 'event')} in "
                 f"{_count(len(trace.calls), 'call')}, "
-                f"fingerprint {trace.fingerprint[:12]}"
+                f"fingerprint {trace.fingerprint[:12]}; {_count(len(outline.gathers), 'gather')}, "
+                f"{_count(len(outline.reductions), 'reduction')}, "
+                f"peak {format_bytes(peak_resident_bytes(program))} of parameters"
             )
+            if kept := max(kept_gradient_bytes(trace, outline.reductions), default=0):
+                lines[-1] += f", {format_bytes(kept)} of gradients kept"
+            if program.carried:
+                lines[-1] += f", {_count(len(program.carried), 'unit')} kept for the next window"
+            if program.unproven:
+                lines[-1] += (
+                    f"; not proven to be the best: another choice might save up to "
+                    f"{format_bytes(program.unproven)} more"
+                )
         if not chunks:
             lines.append("no chunk is adopted: call adopt() before the first forward")
         elif stats.gathers and not stats.windows:

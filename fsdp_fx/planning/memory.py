@@ -62,7 +62,7 @@ def intervals(program: Program) -> tuple[Interval, ...]:
     uses: dict[fx.Node, list[int]] = {}
     freed: dict[fx.Node, int] = {}
     place = 0  # of the next compute
-    for node in program.graph_module.graph.nodes:
+    for node in program.graph.nodes:
         match operation(node):
             case "gather":
                 gathered[node], uses[node] = place, []
@@ -114,7 +114,7 @@ def resident_bytes(program: Program) -> list[int]:
     curve: list[int] = []
     there = set(program.carried)
     resident = sum(size[name] for name in there)
-    for node in program.graph_module.graph.nodes:
+    for node in program.graph.nodes:
         match operation(node):
             case "gather" if unit_of(node) in there:
                 there.remove(unit_of(node))

@@ -1,42 +1,49 @@
-"""Which items to take along a line of capacities: an integer program, solved by SciPy's HiGHS.
+"""Which items to take along a line of capacities.
 
 An item takes up room over some stretches of the line and saves something if it is taken.
 Taking the most valuable ones that fit at every place is *interval packing* (also known as
-unsplittable flow on a path). With items of one size the matrix has consecutive ones and the
-linear relaxation is integral already; with several sizes it is a small integer program, which
-HiGHS solves to optimality up to some hundred items. Beyond that (:data:`EXACT_ITEMS`) mixed
-sizes are improved block by block, each block solved to optimality with everything else fixed,
-and :attr:`Packing.unproven` says by how much the optimum could be better at most.
+unsplittable flow on a path). Items of one size and value are taken from left to right; where
+too many meet, the one that ends last is left out, which is optimal (a cache that knows the
+future: Belady, 1966). Otherwise there are three steps, each of SciPy's HiGHS or on top of it:
 
-The result depends on nothing but the arguments: no time limit, no random choice, so that all
-ranks that pack the same items take the same ones.
+1. The linear relaxation (``linprog``). Its dual values price the room at each place, and any
+   prices give an upper bound of what a choice can be worth (Lagrange).
+2. Dynamic programming along the line. A state is the set of items taken whose stretches are
+   not over; states that cannot beat the best choice known are dropped by that bound, and of
+   equal sets all but the best. Exact if the states never have to be cut to a width.
+3. Where they were cut, the integer program itself (``milp``), if there are not too many items
+   for it: more of sizes of which one is a multiple of the other, where the relaxation is as
+   good as integral, than of others.
+
+Whatever is left open is in :attr:`Packing.unproven`. The result depends on nothing but the
+arguments: no time limit, no random choice, so that all ranks that pack the same items take the
+same ones.
 
 It knows nothing of units and gathers.
 """
 
 from __future__ import annotations
 
+from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import reduce
-from math import gcd
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import Bounds, LinearConstraint, linprog, milp
 from scipy.sparse import csr_array
 
-__all__ = ["EXACT_ITEMS", "Item", "Packing", "pack"]
+__all__ = ["Item", "Packing", "pack"]
 
-EXACT_ITEMS = 300
-"""Up to so many items of mixed sizes that compete with each other are packed at once."""
+_WIDTHS = 256, 4096  # states: the second is tried where the first had to cut
+_STATES = 24_000_000  # in all, over the items, which bounds memory
+_PROGRAM_ITEMS = 300  # of any sizes
+_PROGRAM_MULTIPLES = 4000  # of sizes of which one is a multiple of the other
+_NODES = 1000  # of branch and bound
 
-_BLOCK = 64  # items, by where they start; half of them again in the next block
-_SWEEPS = 2
-_BLOCK_NODES = 1  # of branch and bound; a block that needs more keeps the best found
-
-_Bools = NDArray[np.bool_]
 _Ints = NDArray[np.int64]
+_Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -44,7 +51,7 @@ class Item:
     """Something that may be taken.
 
     Args:
-        size: how much room it takes at every place of its stretches.
+        size: how much room it takes at every place of its stretches; positive.
         value: what taking it saves; positive.
         stretches: half-open ranges of places, in order and disjoint; none for an item that
             takes no room.
@@ -69,6 +76,15 @@ class Packing:
     unproven: int
 
 
+@dataclass(frozen=True)
+class _Choice:
+    """Items of a component, what they are worth, and what any choice is worth at most."""
+
+    taken: tuple[int, ...]
+    worth: int
+    bound: int
+
+
 def pack(items: Sequence[Item], capacity: Sequence[int]) -> Packing:
     """The most valuable items that fit.
 
@@ -80,184 +96,301 @@ def pack(items: Sequence[Item], capacity: Sequence[int]) -> Packing:
         A choice that fits at every place. Ties are broken in a way that depends on nothing
         but the arguments.
     """
-    line = _Line(items, capacity)
-    free = [index for index, stretches in enumerate(line.places) if not len(stretches)]
-    fitting = [
-        index
-        for index, places in enumerate(line.places)
-        if len(places) and items[index].size <= int(line.room[places].min())
-    ]
-    taken, unproven = set(free), 0
-    for component in line.components(fitting):
-        chosen, missing = line.solve(component)
-        taken.update(chosen)
-        unproven += missing
+    room = np.maximum(np.asarray(capacity, dtype=np.int64), 0)
+    taken: set[int] = set()
+    fitting: list[int] = []
+    for index, item in enumerate(items):
+        if all(start >= stop for start, stop in item.stretches):
+            taken.add(index)
+        elif all(int(room[a:b].min(initial=item.size)) >= item.size for a, b in item.stretches):
+            fitting.append(index)
+    unproven = 0
+    for component in _components(items, fitting):
+        choice = _Component([items[index] for index in component], room).solve()
+        taken.update(component[index] for index in choice.taken)
+        unproven += choice.bound - choice.worth
     return Packing(frozenset(taken), unproven)
 
 
-class _Line:
-    """The items over the line of capacities, as arrays."""
+def _components(items: Sequence[Item], indices: Sequence[int]) -> list[list[int]]:
+    """Groups of items that share no place with those of another, each by where they start."""
+    ordered = sorted(
+        indices, key=lambda i: (items[i].stretches[0][0], items[i].stretches[-1][1], i)
+    )
+    groups: list[list[int]] = []
+    reached = -1
+    for index in ordered:
+        if items[index].stretches[0][0] >= reached:
+            groups.append([])
+        groups[-1].append(index)
+        reached = max(reached, items[index].stretches[-1][1])
+    return groups
 
-    def __init__(self, items: Sequence[Item], capacity: Sequence[int]) -> None:
-        self.items = items
-        self.room: _Ints = np.maximum(np.asarray(capacity, dtype=np.int64), 0)
+
+class _Component:
+    """Items that compete with each other, by where they start, and the line under them."""
+
+    def __init__(self, items: Sequence[Item], room: _Ints) -> None:
+        self.low = items[0].stretches[0][0]
+        high = max(item.stretches[-1][1] for item in items)
+        self.room = room[self.low : high]
         self.size: _Ints = np.array([item.size for item in items], dtype=np.int64)
         self.value: _Ints = np.array([item.value for item in items], dtype=np.int64)
-        self.places: list[_Ints] = [
-            np.concatenate([np.arange(start, stop) for start, stop in item.stretches])
-            if any(start < stop for start, stop in item.stretches)
-            else np.empty(0, dtype=np.int64)
+        self.stretches = [
+            [(start - self.low, stop - self.low) for start, stop in item.stretches if start < stop]
             for item in items
         ]
+        places = [
+            np.concatenate([np.arange(start, stop) for start, stop in stretches])
+            for stretches in self.stretches
+        ]
+        columns = np.repeat(np.arange(len(items)), [len(each) for each in places])
+        self.matrix = csr_array(
+            (self.size[columns], (np.concatenate(places), columns)),
+            shape=(len(self.room), len(items)),
+        )
+        # Where all items fit together there is nothing to choose.
+        self.binding = np.flatnonzero(np.asarray(self.matrix.sum(axis=1)).ravel() > self.room)
 
-    def components(self, indices: Sequence[int]) -> list[list[int]]:
-        """Groups of items that share no place with those of another, each in order of places."""
-        ordered = sorted(indices, key=lambda i: (self.places[i][0], self.places[i][-1], i))
-        groups: list[list[int]] = []
-        reached = -1
-        for index in ordered:
-            if self.places[index][0] > reached:
-                groups.append([])
-            groups[-1].append(index)
-            reached = max(reached, int(self.places[index][-1]))
-        return groups
+    def solve(self) -> _Choice:
+        """The best choice, as far as it can be found."""
+        everything = int(self.value.sum())
+        if not len(self.binding):
+            return _Choice(tuple(range(len(self.value))), everything, everything)
+        if len({*self.size.tolist()}) == len({*self.value.tolist()}) == 1 and all(
+            len(stretches) == 1 for stretches in self.stretches
+        ):
+            return self._furthest_out()
+        relaxed = self._relax()
+        best = self._greedy(relaxed.x)
+        prices = self._prices(relaxed.ineqlin.marginals)
+        best = _Table(self, prices, best, _WIDTHS[0]).choice()
+        sizes = sorted(set(self.size.tolist()))
+        multiples = len(sizes) == 1 or (len(sizes) == 2 and sizes[1] % sizes[0] == 0)
+        if best.bound > best.worth and not (multiples and len(self.value) <= _PROGRAM_MULTIPLES):
+            width = max(_WIDTHS[0], min(_WIDTHS[1], _STATES // len(self.value)))
+            best = _Table(self, prices, best, width).choice()
+        if best.bound > best.worth and len(self.value) <= (
+            _PROGRAM_MULTIPLES if multiples else _PROGRAM_ITEMS
+        ):
+            best = self._integer_program(best)
+        return best
 
-    def solve(self, component: list[int]) -> tuple[list[int], int]:
-        """The best of one component, and by how much that is not proven."""
-        matrix, room = self._rows(component, self.room)
-        if matrix.shape[0] == 0:
-            return component, 0
-        if len(component) <= EXACT_ITEMS or self._divide(component):
-            taken = self._exact(component, matrix, room, nodes=None)
-            assert taken is not None
-            return [index for index, take in zip(component, taken, strict=True) if take], 0
-        return self._by_blocks(component, matrix, room)
+    def fits(self, taken: Sequence[int]) -> bool:
+        """Whether there is room for some items together."""
+        chosen = np.zeros(len(self.value), dtype=np.int64)
+        chosen[list(taken)] = 1
+        return bool((self.matrix @ chosen <= self.room).all())
 
-    def _divide(self, component: list[int]) -> bool:
-        """Whether there are at most two sizes and the larger is a multiple of the smaller.
+    def _furthest_out(self) -> _Choice:
+        """The most items of one size: those that end last are left out."""
+        size, starting = int(self.size[0]), 0
+        ends: list[tuple[int, int]] = []  # of the items that are taken and not over, in order
+        taken: set[int] = set()
+        for place, room in enumerate((self.room // size).tolist()):
+            while ends and ends[0][0] == place:
+                taken.add(ends.pop(0)[1])
+            while starting < len(self.stretches) and self.stretches[starting][0][0] == place:
+                insort(ends, (self.stretches[starting][0][1], starting))
+                starting += 1
+            del ends[room:]
+        taken.update(index for _, index in ends)
+        worth = int(self.value[0]) * len(taken)
+        return _Choice(tuple(sorted(taken)), worth, worth)
 
-        Parameters and gradients of equal units; the relaxation is as good as integral.
-        """
-        sizes = sorted(set(self.size[component].tolist()))
-        return len(sizes) == 1 or (len(sizes) == 2 and sizes[1] % sizes[0] == 0)
-
-    def _rows(self, indices: Sequence[int], room: _Ints) -> tuple[csr_array, _Ints]:
-        """The places at which not all of the items fit, those alike once.
-
-        Returns:
-            Sizes by place and item, and the room at each of these places.
-        """
-        places = [self.places[index] for index in indices]
-        low = min(int(each[0]) for each in places)
-        high = max(int(each[-1]) for each in places) + 1
-        columns = np.repeat(np.arange(len(indices)), [len(each) for each in places])
-        rows = np.concatenate(places) - low
-        sizes = self.size[np.asarray(indices)][columns]
-        matrix = csr_array((sizes, (rows, columns)), shape=(high - low, len(indices)))
-        room = room[low:high]
-        binding = np.flatnonzero(np.asarray(matrix.sum(axis=1)).ravel() > room)
-        if not len(binding):
-            return csr_array((0, len(indices))), room[:0]
-        matrix, room = matrix[binding].tocsr(), room[binding]
-        matrix.sort_indices()
-        kept: list[int] = []
-        least: list[int] = []
-        before: bytes | None = None
-        for row in range(matrix.shape[0]):
-            present = matrix.indices[matrix.indptr[row] : matrix.indptr[row + 1]].tobytes()
-            if present == before:
-                least[-1] = min(least[-1], int(room[row]))
-            else:
-                kept.append(row)
-                least.append(int(room[row]))
-            before = present
-        return matrix[kept].tocsr(), np.array(least, dtype=np.int64)
-
-    def _exact(
-        self, indices: Sequence[int], matrix: csr_array, room: _Ints, nodes: int | None
-    ) -> _Bools | None:
-        """Solve for some items; None if ``nodes`` did not do to find anything that fits."""
-        options: dict[str, float] = {"mip_rel_gap": 0.0}
-        if nodes is not None:
-            options["node_limit"] = nodes
-        value = self.value[np.asarray(indices)]
-        # Sizes of at most 1 suit HiGHS's absolute tolerances. Divided by what all of them
-        # are multiples of, room is rounded down to what can be filled.
-        unit = reduce(gcd, (int(size) for size in self.size[np.asarray(indices)]))
-        largest = int(self.size[np.asarray(indices)].max()) // unit
-        scaled = _divided(matrix, unit * largest)
-        limit = (room // unit) / largest
-        for _ in range(3):
-            found = milp(
-                -value / value.max(),
-                constraints=LinearConstraint(scaled, -np.inf, limit),
-                integrality=np.ones(len(indices)),
-                bounds=Bounds(0, 1),
-                options=options,
-            )
-            if found.x is None:
-                return None
-            taken: _Bools = found.x > 0.5
-            over = matrix @ taken > room
-            if not over.any():
-                return taken
-            # Within HiGHS's tolerance, but not within the room.
-            limit = np.where(over, limit - 1e-6, limit)
-        return None
-
-    def _by_blocks(
-        self, component: list[int], matrix: csr_array, room: _Ints
-    ) -> tuple[list[int], int]:
-        value = self.value[np.asarray(component)]
-        largest = int(self.size[np.asarray(component)].max())
-        relaxed = linprog(
-            -value / value.max(),
-            A_ub=_divided(matrix, largest),
-            b_ub=room / largest,
+    def _relax(self) -> Any:
+        # Sizes and values of at most 1 suit HiGHS's absolute tolerances.
+        largest = self.size.max()
+        return linprog(
+            -self.value / self.value.max(),
+            A_ub=self._rows() / largest,
+            b_ub=self.room[self.binding] / largest,
             bounds=(0, 1),
             method="highs-ds",
         )
-        share: dict[int, float] = dict(zip(component, relaxed.x.tolist(), strict=True))
+
+    def _rows(self) -> csr_array:
+        return self.matrix[self.binding].tocsr().astype(np.float64)
+
+    def _prices(self, marginals: _Floats) -> _Floats:
+        """What a unit of room costs at each place."""
+        prices = np.zeros(len(self.room))
+        prices[self.binding] = np.maximum(-marginals, 0) * self.value.max() / self.size.max()
+        return prices
+
+    def _greedy(self, share: _Floats) -> _Choice:
+        """The items that the relaxation takes, then those that it takes in part, if they fit."""
         used = np.zeros_like(self.room)
-        taken: set[int] = set()
-        for index in sorted(component, key=lambda i: (-share[i], len(self.places[i]), i)):
-            places = self.places[index]
-            if (used[places] + self.size[index] <= self.room[places]).all():
-                used[places] += self.size[index]
-                taken.add(index)
-        starts = range(0, len(component), _BLOCK // 2)
-        pending = set(starts)
-        for _ in range(_SWEEPS):
-            changed: set[int] = set()
-            for start in starts:
-                if start in pending:
-                    block = component[start : start + _BLOCK]
-                    if self._improve(block, taken, used):
-                        changed.update((start - _BLOCK // 2, start + _BLOCK // 2))
-            pending = changed
-        bound = -relaxed.fun * float(value.max())
-        worth = int(self.value[np.asarray(sorted(taken))].sum()) if taken else 0
-        return sorted(taken), max(0, int(bound + 1e-6 * bound) - worth)
+        taken = []
+        for index in np.lexsort((np.arange(len(share)), -np.round(share, 6))).tolist():
+            size = self.size[index]
+            if all((used[a:b] + size <= self.room[a:b]).all() for a, b in self.stretches[index]):
+                for start, stop in self.stretches[index]:
+                    used[start:stop] += size
+                taken.append(index)
+        worth = int(self.value[taken].sum())
+        return _Choice(tuple(sorted(taken)), worth, int(self.value.sum()))
 
-    def _improve(self, block: list[int], taken: set[int], used: _Ints) -> bool:
-        """Choose anew among the items of a block; whether that is worth more."""
-        before = [index in taken for index in block]
-        for index, had in zip(block, before, strict=True):
-            if had:
-                used[self.places[index]] -= self.size[index]
-        matrix, room = self._rows(block, self.room - used)
-        chosen: _Bools | None = np.ones(len(block), dtype=np.bool_)
-        if matrix.shape[0]:
-            chosen = self._exact(block, matrix, room, nodes=_BLOCK_NODES)
-        value = self.value[np.asarray(block)]
-        better = chosen is not None and int(value[chosen].sum()) > int(value[before].sum())
-        after = chosen.tolist() if better and chosen is not None else before
-        for index, take in zip(block, after, strict=True):
-            (taken.add if take else taken.discard)(index)
-            if take:
-                used[self.places[index]] += self.size[index]
-        return better
+    def _integer_program(self, best: _Choice) -> _Choice:
+        # Divided by what all sizes are multiples of, room is rounded down to what can be
+        # filled; the same for values and the bound.
+        unit, step = int(np.gcd.reduce(self.size)), int(np.gcd.reduce(self.value))
+        largest = int(self.size.max()) // unit
+        found = milp(
+            -self.value / self.value.max(),
+            constraints=LinearConstraint(
+                self._rows() / (unit * largest), -np.inf, self.room[self.binding] // unit / largest
+            ),
+            integrality=np.ones(len(self.value)),
+            bounds=Bounds(0, 1),
+            options={"mip_rel_gap": 0.0, "node_limit": _NODES},
+        )
+        if found.x is None:
+            return best
+        bound = -found.mip_dual_bound * float(self.value.max())
+        limit = int((bound * (1 + 1e-9) + 1e-3 * step) // step) * step
+        taken = tuple(np.flatnonzero(found.x > 0.5).tolist())
+        worth = int(self.value[list(taken)].sum())
+        # What HiGHS finds is within its tolerance, which is not quite the room.
+        if worth > best.worth and self.fits(taken):
+            best = _Choice(taken, worth, best.bound)
+        return _Choice(best.taken, best.worth, max(best.worth, min(best.bound, limit)))
 
 
-def _divided(matrix: csr_array, divisor: int) -> csr_array:
-    return csr_array((matrix.data / divisor, matrix.indices, matrix.indptr), shape=matrix.shape)
+class _Table:
+    """Dynamic programming along the line.
+
+    Args:
+        component: the items and the room.
+        prices: of a unit of room at each place; any that are not negative.
+        best: a choice to beat.
+        width: the most states that are kept.
+    """
+
+    def __init__(self, component: _Component, prices: _Floats, best: _Choice, width: int) -> None:
+        self._component = component
+        self._prices = prices
+        self._best = best
+        self._width = width
+        paid = np.concatenate([[0.0], np.cumsum(prices)])
+        charged = np.array(
+            [sum(paid[stop] - paid[start] for start, stop in each) for each in component.stretches]
+        )
+        # What taking an item is worth beyond the price of its room.
+        self._gain = component.value - component.size * charged
+        rest = np.cumsum((prices * component.room)[::-1])[::-1]
+        self._open = np.concatenate([rest, [0.0]])  # what the room from each place on is worth
+        self._coming = float(np.maximum(self._gain, 0).sum())  # of items that are not reached
+        # Only what is better by the least possible step is of interest.
+        self._step = int(np.gcd.reduce(component.value))
+        self._lost = -np.inf
+        # Of each item, of which state each state is made, and whether it takes the item.
+        self._history: list[tuple[int, NDArray[np.uint16], NDArray[np.bool_]]] = []
+        self._held: NDArray[np.uint64] = np.zeros((1, 1), dtype=np.uint64)
+        self._used: _Ints = np.zeros(1, dtype=np.int64)
+        self._worth: _Ints = np.zeros(1, dtype=np.int64)
+        self._score: _Floats = np.zeros(1)
+
+    def choice(self) -> _Choice:
+        """The better of the choice to beat and what the table finds, with its bound."""
+        component, best = self._component, self._best
+        begins: dict[int, list[int]] = {}
+        ends: dict[int, list[int]] = {}
+        for index, stretches in enumerate(component.stretches):
+            for start, stop in stretches:
+                begins.setdefault(start, []).append(index)
+                ends.setdefault(stop, []).append(index)
+        slots: dict[int, int] = {}
+        free: list[int] = []
+        for place in range(len(component.room)):
+            finished = False
+            for index in ends.get(place, ()):
+                has = self._holds(slots[index])
+                self._used = self._used - has * component.size[index]
+                if component.stretches[index][-1][1] == place:
+                    slot = slots.pop(index)
+                    self._held[:, slot // 64] &= ~_bit(slot)
+                    free.append(slot)
+                    finished = True
+            if finished:
+                self._drop_equal()
+            for index in begins.get(place, ()):
+                if index in slots:  # a later stretch of an item that was decided on
+                    self._used = self._used + self._holds(slots[index]) * component.size[index]
+                else:
+                    slots[index] = free.pop() if free else len(slots)
+                    self._branch(index, slots[index], place)
+            self._keep(self._used <= component.room[place])
+            self._score = self._score + self._prices[place] * self._used
+        if len(self._worth) and int(self._worth.max()) > best.worth:
+            taken = self._trace_back(int(np.argmax(self._worth)))
+            best = _Choice(taken, int(self._worth.max()), best.bound)
+        bound = best.worth
+        if self._lost > best.worth:
+            bound = max(bound, int(self._lost * (1 + 1e-9) // self._step) * self._step)
+        return _Choice(best.taken, best.worth, min(best.bound, bound))
+
+    def _holds(self, slot: int) -> NDArray[np.bool_]:
+        return (self._held[:, slot // 64] & _bit(slot)) != 0
+
+    def _branch(self, index: int, slot: int, place: int) -> None:
+        """Each state goes on without the item, and with it where there is room."""
+        component = self._component
+        size, value = component.size[index], component.value[index]
+        if slot // 64 >= self._held.shape[1]:
+            more = np.zeros((len(self._held), 1), dtype=np.uint64)
+            self._held = np.concatenate([self._held, more], axis=1)
+        self._coming -= max(float(self._gain[index]), 0.0)
+        able = np.flatnonzero(self._used + size <= component.room[place])
+        count = len(self._used)
+        parents = np.concatenate([np.arange(count, dtype=np.uint16), able.astype(np.uint16)])
+        takes = np.arange(len(parents)) >= count
+        held = self._held[able]
+        held[:, slot // 64] |= _bit(slot)
+        self._held = np.concatenate([self._held, held])
+        self._used = np.concatenate([self._used, self._used[able] + size])
+        self._worth = np.concatenate([self._worth, self._worth[able] + value])
+        self._score = np.concatenate([self._score, self._score[able] + self._gain[index]])
+        self._history.append((index, parents, takes))
+        ahead = float(self._open[place]) + self._coming
+        better = self._best.worth + self._step
+        self._keep(self._score + ahead >= better * (1 - 1e-9))
+        if len(self._used) > self._width:
+            order = np.argpartition(-self._score, self._width)
+            self._lost = max(self._lost, float(self._score[order[self._width :]].max()) + ahead)
+            keep = np.zeros(len(self._used), dtype=np.bool_)
+            keep[order[: self._width]] = True
+            self._keep(keep)
+
+    def _drop_equal(self) -> None:
+        """Of states that hold the same items only the best goes on."""
+        if len(self._used) < 2:
+            return
+        order = np.lexsort((-self._worth, *self._held.T))
+        held = self._held[order]
+        first = np.ones(len(order), dtype=np.bool_)
+        first[1:] = (held[1:] != held[:-1]).any(axis=1)
+        if not first.all():
+            keep = np.zeros(len(order), dtype=np.bool_)
+            keep[order[first]] = True
+            self._keep(keep)
+
+    def _keep(self, keep: NDArray[np.bool_]) -> None:
+        if keep.all():
+            return
+        self._held, self._used = self._held[keep], self._used[keep]
+        self._worth, self._score = self._worth[keep], self._score[keep]
+        index, parents, takes = self._history[-1]
+        self._history[-1] = index, parents[keep], takes[keep]
+
+    def _trace_back(self, state: int) -> tuple[int, ...]:
+        taken = []
+        for index, parents, takes in reversed(self._history):
+            if takes[state]:
+                taken.append(index)
+            state = int(parents[state])
+        return tuple(sorted(taken))
+
+
+def _bit(slot: int) -> np.uint64:
+    return np.uint64(1 << (slot % 64))
