@@ -697,7 +697,13 @@ class FSDPContext:
 
     def explain(self) -> str:
         """What ran how, and why anything fell back: text for a person."""
-        return self._report.explain(self.mode, self.stats, tuple(self._chunks), self.programs)
+        return self._report.explain(
+            self.mode,
+            self.stats,
+            tuple(self._chunks),
+            self.programs,
+            [bound.measurements.peak for bound in self._library],
+        )
 
     @property
     def window(self) -> Window:

@@ -16,6 +16,7 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from .planning.measurements import Measurements
+from .planning.memory import contributions
 from .program import Program
 from .trace import Phase, UnitSpec
 from .units import Unit
@@ -101,6 +102,16 @@ class BoundProgram:
             resident.update(step.prefetches)
             resident.difference_update(step.frees)
         return resident
+
+    def kept_before(self, position: int) -> set[Unit]:
+        """The units whose full gradients wait for a reduction when event ``position`` begins."""
+        trace = self.program.trace
+        kept: set[Unit] = set()
+        for at in contributions(trace):
+            if trace.ends[at] < position:
+                unit = self.steps[at].unit
+                (kept.discard if unit in self.steps[at].reduces else kept.add)(unit)
+        return kept
 
 
 @dataclass(eq=False, slots=True)

@@ -50,7 +50,6 @@ __all__ = [
     "all_reduces",
     "compute",
     "compute_nodes",
-    "end_order",
     "free",
     "gather",
     "operation",
@@ -337,15 +336,6 @@ def compute_nodes(graph: fx.Graph) -> list[fx.Node]:
     return graph.find_nodes(op="call_function", target=compute)
 
 
-def end_order(trace: Trace, position: int) -> tuple[int, int]:
-    """Sorts the uses of a trace by when they end.
-
-    Of uses that end at the same place, the enclosing one, which began earlier, ends
-    last, unless the trace says otherwise (:attr:`Trace.ending`).
-    """
-    return trace.ends[position], trace.end_ranks[position]
-
-
 def place_after(
     program: Program,
     computes: Sequence[fx.Node],
@@ -404,7 +394,8 @@ def _lines(program: Program) -> Iterator[str]:
 
 
 def _header(program: Program) -> str:
-    from fsdp_fx.planning.memory import format_bytes, kept_gradient_bytes, peak_resident_bytes
+    from fsdp_fx.occupancy import peak_resident_bytes
+    from fsdp_fx.planning.memory import format_bytes, kept_gradient_bytes
 
     trace = program.trace
     counts = {kind: 0 for kind in _OPERATIONS.values()}

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from .library import BoundProgram, Key
-from .program import end_order
 from .trace import Event, Phase, Trace
 from .units import Unit
 
@@ -51,7 +50,7 @@ class Recording:
         ]
         recording._ends = [min(end, position - 1) for end in trace.ends[:position]]
         recording._reduces = {index for index in trace.reduces if index < position}
-        ended = sorted(range(position), key=lambda index: end_order(trace, index))
+        ended = sorted(range(position), key=lambda index: trace.end_order(index))
         recording._ended = {index: None for index in ended if trace.ends[index] < position}
         for key in recording._keys:
             recording._occurrences[key] = recording._occurrences.get(key, 0) + 1

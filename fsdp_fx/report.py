@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 from torch import fx
 
-from .planning.memory import format_bytes, kept_gradient_bytes, peak_resident_bytes
-from .planning.outline import outline_of
+from .occupancy import outline_of, peak_resident_bytes
+from .planning.memory import format_bytes, kept_gradient_bytes
 from .program import Program
 from .residency import Stats
 from .torch_internals import graph_break_reasons
@@ -124,7 +124,12 @@ class Report:
         self.fallbacks[fallback] = 1
 
     def explain(
-        self, mode: str, stats: Stats, chunks: Sequence[str], programs: Sequence[Program]
+        self,
+        mode: str,
+        stats: Stats,
+        chunks: Sequence[str],
+        programs: Sequence[Program],
+        peaks: Sequence[int | None] = (),
     ) -> str:
         """The whole story as text.
 
@@ -133,6 +138,7 @@ class Report:
             stats: its counters.
             chunks: names of its chunks.
             programs: the programs that it knows, the latest last.
+            peaks: of each, the peak of allocated memory that it was planned under, if any.
         """
         lines = [
             f"{mode} mode, {_count(len(chunks), 'chunk')}, "
@@ -157,6 +163,8 @@ class Report:
                 lines[-1] += f", {format_bytes(kept)} of gradients kept"
             if program.carried:
                 lines[-1] += f", {_count(len(program.carried), 'unit')} kept for the next window"
+            if index < len(peaks) and (peak := peaks[index]) is not None:
+                lines[-1] += f"; planned under a recorded peak of {format_bytes(peak)} allocated"
             if program.unproven:
                 lines[-1] += (
                     f"; not proven to be the best: another choice might save up to "

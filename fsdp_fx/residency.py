@@ -189,6 +189,10 @@ class Residency:
                 stats.peak_kept_gradient_bytes, stats.kept_gradient_bytes
             )
 
+    def keeps_gradients(self, unit: Unit) -> bool:
+        """Whether full gradients of the unit wait for their reduction."""
+        return unit in self._kept
+
     def reset(self, units: Sequence[Unit]) -> None:
         """Free every unit whoever uses it, and drop gradients that are not reduced."""
         for unit in units:
@@ -197,6 +201,13 @@ class Residency:
                 self.stats.resident_bytes -= unit.spec.bytes
             self.stats.kept_gradient_bytes -= self._kept.pop(unit, 0)
             unit.reset()
+
+    def forget(self, unit: Unit) -> None:
+        """The unit's module is gone, and its memory with it."""
+        if unit.unsharded or unit.in_flight:
+            unit.unsharded = unit.in_flight = False
+            self.stats.resident_bytes -= unit.spec.bytes
+        self.stats.kept_gradient_bytes -= self._kept.pop(unit, 0)
 
     def _start(self, unit: Unit) -> None:
         try:

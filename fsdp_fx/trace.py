@@ -164,6 +164,17 @@ class Trace(Sequence[Event]):
             ranks[position] = rank
         return tuple(ranks)
 
+    def end_order(self, position: int) -> tuple[int, int]:
+        """Sorts the uses of the trace by when they end.
+
+        Of uses that end at the same place, the enclosing one, which began earlier, ends
+        last, unless the trace says otherwise (:attr:`ending`).
+
+        Args:
+            position: of the event.
+        """
+        return self.ends[position], self.end_ranks[position]
+
     @property
     def calls(self) -> tuple[Call, ...]:
         """The window's calls: runs of events of one chunk, phase and microbatch."""

@@ -13,7 +13,7 @@ plans nothing (:mod:`fsdp_fx.passes`).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Literal, NamedTuple, ParamSpec
 
 from .agreement import Agreements, RanksDisagreeError
@@ -173,9 +173,12 @@ class Window:
         )
         if training:
             self._calls.append(call)
-        elif self.communication is not None:
-            # Between windows the optimizer may still be writing what is gathered here.
-            self.communication.wait_for_compute()
+        else:
+            if not self._opened:
+                self._free_stale(self.units)
+            if self.communication is not None:
+                # Between windows the optimizer may still be writing what is gathered here.
+                self.communication.wait_for_compute()
         self.current.append(call)
         return call
 
@@ -233,6 +236,9 @@ class Window:
 
     def _forget_deleted(self) -> None:
         """A model may be deleted while its context, with other chunks, goes on."""
+        for unit in self.units:
+            if not unit.is_alive:
+                self.residency.forget(unit)
         self.units[:] = [unit for unit in self.units if unit.is_alive]
 
     def _agree(
@@ -262,9 +268,9 @@ class Window:
             self.respecified = False
             units = tuple(unit.spec for unit in self.units)
             self._agree(self.agreements.open, units, self.options)
-        if self.residency.stats.resident_bytes:
-            stay = self.following.carried if self.following is not None else frozenset()
-            self.residency.free_idle([u for u in self.units if u not in stay or u.is_stale])
+        stay = self.following.carried if self.following is not None else frozenset()
+        self.residency.free_idle([unit for unit in self.units if unit not in stay])
+        self._free_stale(stay)
         if self.following is None:
             self._begin_metering()
         for unit in self.units:
@@ -272,6 +278,12 @@ class Window:
         self._with_gradients = {unit for unit in self.units if unit.has_reduced_gradients}
         if self.communication is not None:
             self.communication.wait_for_compute()
+
+    def _free_stale(self, carried: Iterable[Unit]) -> None:
+        """Free those that have stayed from the window before and have changed since."""
+        if self.residency.stats.resident_bytes:
+            stale = [u for u in carried if u.is_alive and u.unsharded and u.is_stale]
+            self.residency.free_idle(stale)
 
     def _begin_metering(self) -> None:
         if self.communication is not None:
@@ -501,10 +513,18 @@ class Window:
             self.residency.stats.switches += 1
             wanted = other.resident_before(position) | {found[0][0]}
             self.residency.free_idle([unit for unit in self.units if unit not in wanted])
+            self._reduce_beyond(other.kept_before(position))
             return True
         self._diverge(left, here, f"{unit.spec.name} {phase}")
         self.residency.free_idle([unit for unit in self.units if unit is not found[0][0]])
         return False
+
+    def _reduce_beyond(self, kept: Collection[Unit]) -> None:
+        """Reduce the gradients that the program before kept, but for those of ``kept``."""
+        for unit in self.units:
+            if self.residency.keeps_gradients(unit) and unit not in kept:
+                # Which reduction is the unit's last is not known: the close all-reduces.
+                self.residency.reduce(unit, all_reduce=unit.spec.replicas == 1)
 
     def _diverge(self, left: BoundProgram, here: int, found: str) -> None:
         """From here on no program is followed: event ``here`` was another."""

@@ -8,20 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdp_fx.passes import PASSES, Pass, PassOptions, plan, run_passes
+from fsdp_fx.occupancy import intervals, peak_resident_bytes, resident_bytes
+from fsdp_fx.passes import PASSES, Measurements, Pass, PassOptions, plan, run_passes
 from fsdp_fx.passes.frees import insert_frees
 from fsdp_fx.passes.gathers import insert_gathers
-from fsdp_fx.passes.prefetch import hoist_gathers, reach
+from fsdp_fx.passes.prefetch import hoist_gathers
 from fsdp_fx.passes.reductions import insert_reductions
-from fsdp_fx.planning.memory import (
-    Interval,
-    format_bytes,
-    intervals,
-    needed_bytes,
-    peak_resident_bytes,
-    resident_bytes,
-)
-from fsdp_fx.program import Program, end_order
+from fsdp_fx.planning.lookahead import reach
+from fsdp_fx.planning.memory import Interval, format_bytes, needed_bytes
+from fsdp_fx.program import Program
 from fsdp_fx.trace import Event, Phase, Trace, UnitSpec
 from traces import TWO_CHUNKS, trace
 
@@ -30,7 +25,7 @@ PHASES: tuple[Phase, Phase] = ("F", "B")
 
 def names(program: Program) -> list[str]:
     """The node names of a program in order, without the output's."""
-    return [node.name for node in program.graph_module.graph.nodes][:-1]
+    return [node.name for node in program.graph.nodes][:-1]
 
 
 def ahead(program: Program) -> dict[str, tuple[str, ...]]:
@@ -58,7 +53,7 @@ def test_gather_and_wait_stand_directly_before_their_compute() -> None:
 
 def test_use_inside_a_use_of_the_same_unit_shares_its_value() -> None:
     program = gathered(trace("m F0: a(b a) a"))
-    computes = [node for node in program.graph_module.graph.nodes if "event" in node.kwargs]
+    computes = [node for node in program.graph.nodes if "event" in node.kwargs]
     assert [node.args[0].name for node in computes] == [
         "wait_m_a_F0",
         "wait_m_b_F0",
@@ -168,9 +163,7 @@ def test_free_names_the_use_that_ends_last_and_stands_where_it_ends() -> None:
 
 def test_free_of_nested_uses_of_one_unit_waits_for_the_enclosing_one() -> None:
     program = insert_frees(hoist_gathers(gathered(trace("m F0: a(b a)")), 0, 0))
-    (free,) = [
-        node for node in program.graph_module.graph.nodes if node.name.startswith("free_m_a")
-    ]
+    (free,) = [node for node in program.graph.nodes if node.name.startswith("free_m_a")]
     assert free.kwargs == {"after": "m.a F0"}
 
 
@@ -188,7 +181,7 @@ def test_inner_uses_are_freed_before_the_use_around_them() -> None:
 
 
 def reductions(program: Program) -> list[str]:
-    nodes = program.graph_module.graph.nodes
+    nodes = program.graph.nodes
     return [node.kwargs["after"] for node in nodes if node.name.startswith("reduce")]
 
 
@@ -296,7 +289,7 @@ def test_passes_do_not_change_the_program_that_they_are_given() -> None:
     program = Program.from_trace(trace(TWO_CHUNKS))
     for step in PASSES:
         before = str(program)
-        after = step.run(program, PassOptions())
+        after = step.run(program, PassOptions(memory_budget=300), Measurements())
         assert str(program) == before
         assert str(after) != before
         program = after
@@ -304,8 +297,19 @@ def test_passes_do_not_change_the_program_that_they_are_given() -> None:
 
 def test_passes_in_the_wrong_order_are_refused() -> None:
     program = Program.from_trace(trace("m F0: a"))
-    with pytest.raises(ValueError, match="pass frees needs gathered, hoisted, which no earlier"):
-        run_passes(program, [PASSES[2]], PassOptions())
+    frees = next(step for step in PASSES if step.name == "frees")
+    with pytest.raises(ValueError, match="pass frees needs gathered, hoisted, kept, which no ear"):
+        run_passes(program, [frees], PassOptions())
+
+
+def test_every_pass_stands_behind_those_that_it_needs() -> None:
+    assert [step.name for step in PASSES] == [
+        *("gathers", "reductions", "residency", "prefetch", "frees"),
+    ]
+    for index, step in enumerate(PASSES):
+        if step.needs - {"computes"}:
+            with pytest.raises(ValueError, match="which no earlier pass provides"):
+                run_passes(Program.from_trace(trace("m F0: a")), PASSES[index:], PassOptions())
 
 
 def test_pass_that_has_run_is_not_run_again() -> None:
@@ -319,29 +323,31 @@ def test_program_carries_what_its_passes_provide() -> None:
     assert plan(trace("m F0: a")).provides == provided | {"computes"}
 
 
-def test_every_pass_gets_the_options() -> None:
-    seen: list[PassOptions] = []
+def test_every_pass_gets_the_options_and_the_measurements() -> None:
+    seen: list[tuple[PassOptions, Measurements]] = []
 
-    def note(program: Program, options: PassOptions) -> Program:
-        seen.append(options)
+    def note(program: Program, options: PassOptions, measurements: Measurements) -> Program:
+        seen.append((options, measurements))
         return program
 
-    options = PassOptions(forward_prefetch=7)
+    options, measurements = PassOptions(forward_prefetch=7), Measurements(room=(5,))
     note_pass = Pass("note", frozenset(), frozenset({"noted"}), note)
-    program = run_passes(Program.from_trace(trace("m F0: a")), [note_pass], options)
-    assert seen == [options]
+    start = Program.from_trace(trace("m F0: a"))
+    program = run_passes(start, [note_pass], options, measurements)
+    run_passes(start, [note_pass], options)
+    assert seen == [(options, measurements), (options, Measurements())]
     assert "noted" in program.provides
 
 
 def test_negative_budget_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match="forward_prefetch is -1"):
+    with pytest.raises(ValueError, match="forward_prefetch=-1 is not"):
         PassOptions(forward_prefetch=-1)
-    with pytest.raises(ValueError, match="backward_prefetch is -1"):
+    with pytest.raises(ValueError, match="backward_prefetch=-1 is not"):
         PassOptions(backward_prefetch=-1)
 
 
 def test_unknown_choice_of_reductions_is_refused() -> None:
-    with pytest.raises(ValueError, match="reduce_gradients is 'never'"):
+    with pytest.raises(ValueError, match="reduce_gradients='never' is unknown"):
         PassOptions(reduce_gradients="never")  # type: ignore[arg-type]
 
 
@@ -424,7 +430,7 @@ def test_any_trace_gives_a_program_that_verifies_runs_and_prints(
     assert program.graph_module() == ()
     assert [step.event for step in program.steps] == list(window)
     # A heading per call, and a line per node.
-    nodes = len(program.graph_module.graph.nodes) - 1
+    nodes = len(program.graph.nodes) - 1
     assert len(str(program).splitlines()) == 1 + 2 * len(window.calls) + nodes
 
 
@@ -529,7 +535,7 @@ def test_per_window_reduces_every_unit_with_contributions_once(window: Trace) ->
 
 @given(traces())
 def test_end_order_has_no_ties(window: Trace) -> None:
-    keys = {end_order(window, position) for position in range(len(window))}
+    keys = {window.end_order(position) for position in range(len(window))}
     assert len(keys) == len(window)
 
 

@@ -9,16 +9,17 @@ from typing import Literal
 
 import pytest
 
+from fsdp_fx.occupancy import outline_of
 from fsdp_fx.passes.frees import insert_frees
 from fsdp_fx.passes.gathers import insert_gathers
 from fsdp_fx.passes.reductions import insert_reductions
 from fsdp_fx.planning.lookahead import reach
 from fsdp_fx.planning.memory import Interval
-from fsdp_fx.planning.outline import Outline, outline_of
+from fsdp_fx.planning.outline import Outline
 from fsdp_fx.planning.pipelines import pipeline_calls, pipeline_traces
 from fsdp_fx.planning.planner import outline
 from fsdp_fx.planning.policies import keep_everything, least_recently_used, on_demand
-from fsdp_fx.program import Program, end_order
+from fsdp_fx.program import Program
 from fsdp_fx.trace import Event, Trace, UnitSpec
 from traces import TWO_CHUNKS, trace
 
@@ -278,7 +279,7 @@ def test_keeping_everything_gathers_each_unit_once(
 
 def ended(window: Trace) -> list[Event]:
     """The backward events that reduce, in the order in which their uses end."""
-    positions = sorted(window.reduces, key=lambda position: end_order(window, position))
+    positions = sorted(window.reduces, key=lambda position: window.end_order(position))
     return [window[position] for position in positions]
 
 

@@ -137,7 +137,7 @@ class PrintReadable(TestCase):
         self.assertExpectedInline(
             str(plan(window, options)),
             """\
-# program: 8 events, 2 units, 1 chunk; 8 gathers (0 ahead), 8 frees, 1 reduction; peak 200 B resident
+# program: 8 events, 2 units, 1 chunk; 8 gathers (0 ahead), 8 frees, 1 reduction; peak 200 B resident, 400 B of gradients kept
 
 # chunk m, forward, microbatch 0
     gather_m_a_F0 = gather("m.a")                                         # m.a, forward, microbatch 0, 200 B

@@ -51,7 +51,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from fsdp_fx import FSDPContext, IncompleteWindowError
-from fsdp_fx.planning.memory import intervals, resident_bytes
+from fsdp_fx.occupancy import intervals, resident_bytes
 from fsdp_fx.program import Program, operation
 from fsdp_fx.residency import Stats
 from models import cpu_mesh

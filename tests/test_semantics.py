@@ -232,9 +232,14 @@ def counting(context: FSDPContext) -> Iterator[Stats]:
 
 
 def at_rest(context: FSDPContext) -> bool:
-    """Whether every unit is sharded and unused, and the cursor at the start."""
+    """Whether the cursor is at the start, and every unit unused and sharded.
+
+    But for those that the program keeps for the next window.
+    """
+    carried = context.program.carried if context.program is not None else ()
     return context.window.cursor == 0 and not any(
-        unit.unsharded or unit.in_flight or unit.holds for unit in context.units
+        unit.in_flight or unit.holds or (unit.unsharded and unit.spec.name not in carried)
+        for unit in context.units
     )
 
 

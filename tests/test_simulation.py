@@ -12,10 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fsdp_fx.occupancy import intervals, outline_of, peak_resident_bytes
 from fsdp_fx.passes import PassOptions, plan
 from fsdp_fx.planning.durations import Durations
-from fsdp_fx.planning.memory import Interval, intervals, peak_resident_bytes
-from fsdp_fx.planning.outline import Outline, outline_of
+from fsdp_fx.planning.memory import Interval
+from fsdp_fx.planning.outline import Outline
 from fsdp_fx.planning.simulation import (
     RankSimulation,
     Simulation,

@@ -22,8 +22,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from fsdp_fx import FSDPContext
+from fsdp_fx.occupancy import outline_of
 from fsdp_fx.planning.durations import Durations
-from fsdp_fx.planning.outline import outline_of
 from fsdp_fx.planning.simulation import simulate
 from ranks import RankPools
 

@@ -15,10 +15,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fsdp_fx.occupancy import outline_of, resident_bytes
 from fsdp_fx.passes import PassOptions, plan
 from fsdp_fx.planning.durations import Durations
-from fsdp_fx.planning.memory import resident_bytes
-from fsdp_fx.planning.outline import outline_of
 from fsdp_fx.planning.simulation import resident_steps
 from fsdp_fx.program import Program, operation, unit_of
 from fsdp_fx.timeline import Segment, save_timeline, segments

@@ -15,7 +15,11 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping, Set
+from dataclasses import replace
 
+from hypothesis import strategies as st
+
+from fsdp_fx.planning.pipelines import pipeline_calls, pipeline_traces
 from fsdp_fx.trace import Event, Phase, Trace, UnitSpec
 
 
@@ -87,3 +91,73 @@ TWO_CHUNKS = (
     "c0 F0: *(a b); c0 F1: *(a b); c1 F0: *(a b); c1 F1: *(a b); "
     "c1 B0: *(b a); c1 B1: *(b a); c0 B0: *(b a); c0 B1: *(b a)"
 )
+
+
+# Units of a chunk in the order of their uses. A use may lie inside of another, also of one of
+# the same unit, and a unit may be used twice.
+_SHAPES = ("a", "a b", "*(a b)", "*(a(b) c)", "a(b a)", "a b a", "*(a a)")
+
+
+@st.composite
+def windows(draw: st.DrawFn, calls: int = 6) -> Trace:
+    """Small windows of one or two chunks, in any order that a schedule may call them.
+
+    Units lie inside of each other and have different sizes, some of them are frozen,
+    contributions may be missing, and uses may last into the events after them.
+
+    Args:
+        draw: given by hypothesis.
+        calls: the most forwards and backwards together.
+    """
+    shapes = draw(st.lists(st.sampled_from(_SHAPES), min_size=1, max_size=2))
+    waiting: list[tuple[int, int]] = []
+    started = [0] * len(shapes)
+    lines: list[str] = []
+    for _ in range(draw(st.integers(1, calls // 2))):
+        chunk = draw(st.integers(0, len(shapes) - 1))
+        waiting.append((chunk, started[chunk]))
+        lines.append(f"c{chunk} F{started[chunk]}: {shapes[chunk]}")
+        started[chunk] += 1
+        while waiting and draw(st.booleans()):
+            lines.append(_backward(draw, shapes, waiting))
+    while waiting:
+        lines.append(_backward(draw, shapes, waiting))
+    names = [f"c{chunk}{name}" for chunk in range(2) for name in ("", ".a", ".b", ".c")]
+    size = st.sampled_from((0, 10, 20, 30, 50))
+    window = trace(
+        "; ".join(lines),
+        elements={name: draw(size) for name in names},
+        frozen=draw(st.sets(st.sampled_from(names), max_size=3)),
+    )
+    longer = draw(st.dictionaries(st.integers(0, len(window) - 1), st.integers(1, 3), max_size=2))
+    ends = tuple(
+        min(end + longer.get(position, 0), len(window) - 1)
+        for position, end in enumerate(window.ends)
+    )
+    return replace(window, ends=ends)
+
+
+def _backward(draw: st.DrawFn, shapes: list[str], waiting: list[tuple[int, int]]) -> str:
+    """The backward of one of the forwards that wait for theirs."""
+    chunk, microbatch = waiting.pop(draw(st.integers(0, len(waiting) - 1)))
+    missing = draw(st.sampled_from((False, False, False, True)))
+    shape = shapes[chunk].replace("b", "b-") if missing else shapes[chunk]
+    return f"c{chunk} B{microbatch}: {shape}"
+
+
+def interleaved(events: int, larger: int = 1) -> Trace:
+    """The first rank of interleaved 1F1B: eight ranks, four chunks of four units each.
+
+    Args:
+        events: how many, a multiple of 256.
+        larger: how many times as large as the others the first unit is.
+    """
+    stages = [
+        [
+            UnitSpec(f"s{stage}.u{index}", f"s{stage}", size, 2 * size, 4 * size, True)
+            for index in range(4)
+            for size in (50 * (larger if stage == index == 0 else 1),)
+        ]
+        for stage in range(32)
+    ]
+    return pipeline_traces(pipeline_calls("Interleaved1F1B", 8, 4, events // 32), stages)[0]

@@ -6,7 +6,7 @@ before, by :mod:`fsdp_fx.passes.gathers` and :mod:`fsdp_fx.passes.prefetch`.
 
 from __future__ import annotations
 
-from fsdp_fx.program import Program, compute_nodes, end_order, free, place_after, unit_of, wait
+from fsdp_fx.program import Program, compute_nodes, free, place_after, unit_of, wait
 
 __all__ = ["insert_frees"]
 
@@ -34,7 +34,7 @@ def insert_frees(program: Program) -> Program:
         # By end, not by position: a parent's use outlasts those of its children.
         last = max(
             (position_of[user] for user in full.users),
-            key=lambda position: end_order(trace, position),
+            key=lambda position: trace.end_order(position),
         )
         label = str(trace[last])
         with graph.inserting_after(place_after(program, computes, last, "free")):

@@ -15,10 +15,11 @@ from typing import cast
 
 from torch import fx
 
+from fsdp_fx.occupancy import used_intervals
 from fsdp_fx.passes.residency import merge_intervals
 from fsdp_fx.planning.lookahead import Lookahead, hoist
 from fsdp_fx.planning.measurements import Measurements
-from fsdp_fx.planning.memory import kept_gradient_bytes, used_intervals
+from fsdp_fx.planning.memory import kept_gradient_bytes
 from fsdp_fx.planning.residency import carry
 from fsdp_fx.planning.room import interval_bytes
 from fsdp_fx.program import Program, compute_nodes

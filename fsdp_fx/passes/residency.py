@@ -13,9 +13,10 @@ from typing import Literal, cast
 
 from torch import fx
 
+from fsdp_fx.occupancy import used_intervals
 from fsdp_fx.planning.lookahead import Lookahead, covered_from
 from fsdp_fx.planning.measurements import Measurements
-from fsdp_fx.planning.memory import kept_gradient_bytes, needed_bytes, used_intervals
+from fsdp_fx.planning.memory import kept_gradient_bytes, needed_bytes
 from fsdp_fx.planning.residency import keep, lookahead_bytes
 from fsdp_fx.planning.room import budgeted_room
 from fsdp_fx.program import Program, compute_nodes, reduce

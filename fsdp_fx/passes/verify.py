@@ -62,8 +62,9 @@ from typing import cast
 
 from torch import fx
 
-from fsdp_fx.planning.memory import format_bytes, kept_gradient_bytes, resident_bytes
-from fsdp_fx.program import Operation, Program, all_reduces, end_order, operation, unit_of
+from fsdp_fx.occupancy import resident_bytes
+from fsdp_fx.planning.memory import format_bytes, kept_gradient_bytes
+from fsdp_fx.program import Operation, Program, all_reduces, operation, unit_of
 from fsdp_fx.trace import Event, Trace
 
 __all__ = ["RULES", "ProgramError", "verify"]
@@ -128,7 +129,7 @@ class _View:
     def __init__(self, program: Program) -> None:
         self.program = program
         self.trace: Trace = program.trace
-        self.nodes: list[fx.Node] = list(program.graph_module.graph.nodes)
+        self.nodes: list[fx.Node] = list(program.graph.nodes)
 
     def event(self, op: _Op) -> Event:
         return self.trace[op.event]
@@ -376,7 +377,7 @@ def _after_in_place(view: _View) -> _Violations:
 
 
 def _tail_order(view: _View, op: _Op) -> tuple[int, bool]:
-    """Sorts the frees and reductions at one place; see :func:`end_order`."""
+    """Sorts the frees and reductions at one place; see :meth:`Trace.end_order`."""
     return view.trace.end_ranks[op.event], op.kind == "reduce"
 
 
@@ -391,7 +392,7 @@ def _no_free_in_use(view: _View) -> _Violations:
     trace = view.trace
     for op in view.of("free"):
         for use in view.uses(op.node.all_input_nodes[0]):
-            if end_order(trace, use.event) > end_order(trace, op.event):
+            if trace.end_order(use.event) > trace.end_order(op.event):
                 yield (
                     op.node,
                     f"{op.unit} is freed after {view.event(op)}, but {view.event(use)} "
@@ -453,7 +454,7 @@ def _no_lost_contribution(view: _View) -> _Violations:
         reduction = last.get(op.unit)
         if reduction is None:
             yield op.node, f"{op.unit} is never reduced after {view.event(op)}"
-        elif end_order(trace, reduction.event) < end_order(trace, op.event):
+        elif trace.end_order(reduction.event) < trace.end_order(op.event):
             yield (
                 op.node,
                 f"{op.unit} is last reduced after {view.event(reduction)}, "

@@ -1,34 +1,26 @@
-"""How many bytes of full parameters and gradients a program keeps resident, event by event.
+"""Bytes of full parameters and gradients over a window, event by event.
 
-Asked by the passes, by printing, by :mod:`fsdp_fx.passes.verify` and by
-:mod:`fsdp_fx.timeline`. It counts what the program gathers, and full gradients that wait for
-their reduction; the gradients that a running backward computes, activations, communication
-buffers and what an allocator rounds up are not in it.
+What a trace needs in any case, and what intervals of residency and put-off reductions add to
+it. The gradients that a running backward computes, activations, communication buffers and what
+an allocator rounds up are not in it. What a program's graph holds: :mod:`fsdp_fx.occupancy`.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 
-from torch import fx
-
-from fsdp_fx.program import Program, operation, unit_of
 from fsdp_fx.trace import Trace
 
 __all__ = [
     "Interval",
     "contributions",
     "format_bytes",
-    "intervals",
     "kept_gradient_bytes",
     "needed_bytes",
     "on_demand",
-    "peak_resident_bytes",
-    "resident_bytes",
-    "used_intervals",
 ]
 
 
@@ -49,87 +41,6 @@ class Interval:
     waited: int
     uses: tuple[int, ...]
     freed: int
-
-
-def intervals(program: Program) -> tuple[Interval, ...]:
-    """The residency intervals of ``program``, in the order of their gathers.
-
-    A gather that is never freed lasts until the last event. The first interval of a unit
-    that is carried from window to window begins with the window.
-    """
-    gathered: dict[fx.Node, int] = {}
-    waited: dict[fx.Node, int] = {}
-    uses: dict[fx.Node, list[int]] = {}
-    freed: dict[fx.Node, int] = {}
-    place = 0  # of the next compute
-    for node in program.graph.nodes:
-        match operation(node):
-            case "gather":
-                gathered[node], uses[node] = place, []
-            case "wait":
-                waited[node.args[0]] = place
-            case "compute":
-                for full in node.args:
-                    uses[full.args[0]].append(place)
-                place += 1
-            case "free":
-                freed[node.args[0].args[0]] = place - 1
-    last = len(program.trace) - 1
-    for name in program.carried:
-        first = next((node for node in gathered if unit_of(node) == name), None)
-        if first is not None:
-            gathered[first] = 0
-    return tuple(
-        Interval(
-            unit=unit_of(node),
-            gathered=start,
-            waited=waited.get(node, last),
-            uses=tuple(uses[node]),
-            freed=freed.get(node, last),
-        )
-        for node, start in gathered.items()
-    )
-
-
-def used_intervals(program: Program) -> tuple[Interval, ...]:
-    """The residency intervals of a program without frees: each to the end of its last use."""
-    ends = program.trace.ends
-    return tuple(
-        replace(interval, freed=max(ends[use] for use in interval.uses))
-        for interval in intervals(program)
-    )
-
-
-def resident_bytes(program: Program) -> list[int]:
-    """Bytes gathered or in flight at each event's compute.
-
-    A unit counts from its gather to its free; one that is carried from window to window
-    counts from the start. Around a compute, frees come first and gathers after them, so
-    these values are also the highest between two computes.
-
-    Returns:
-        One value per compute, in bytes.
-    """
-    size = {unit.name: unit.bytes for unit in program.trace.units}
-    curve: list[int] = []
-    there = set(program.carried)
-    resident = sum(size[name] for name in there)
-    for node in program.graph.nodes:
-        match operation(node):
-            case "gather" if unit_of(node) in there:
-                there.remove(unit_of(node))
-            case "gather":
-                resident += size[unit_of(node)]
-            case "free":
-                resident -= size[unit_of(node)]
-            case "compute":
-                curve.append(resident)
-    return curve
-
-
-def peak_resident_bytes(program: Program) -> int:
-    """The highest value of :func:`resident_bytes`; 0 for a program without events."""
-    return max(resident_bytes(program), default=0)
 
 
 def needed_bytes(trace: Trace) -> list[int]:

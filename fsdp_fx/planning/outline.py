@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fsdp_fx.planning.memory import Interval, intervals
-from fsdp_fx.program import Program
+from fsdp_fx.planning.memory import Interval
 from fsdp_fx.trace import Trace
 
-__all__ = ["Outline", "outline_of"]
+__all__ = ["Outline"]
 
 
 @dataclass(frozen=True)
@@ -60,19 +59,3 @@ class Outline:
         """Bytes of full gradients that the reductions of one window take."""
         size = {unit.name: unit.gradient_bytes for unit in self.trace.units}
         return sum(size[self.trace[position].unit] for position in self.reductions)
-
-
-def outline_of(program: Program) -> Outline:
-    """What the graph of ``program`` does, as an outline."""
-    trace = program.trace
-    reduced = [
-        (trace.ends[position], trace.end_ranks[position], position)
-        for position, step in enumerate(program.steps)
-        if step.reduces
-    ]
-    return Outline(
-        trace=trace,
-        intervals=intervals(program),
-        reductions=tuple(position for _, _, position in sorted(reduced)),
-        carried=program.carried,
-    )

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -51,7 +51,7 @@ class Item:
     """Something that may be taken.
 
     Args:
-        size: how much room it takes at every place of its stretches; positive.
+        size: how much room it takes at every place of its stretches.
         value: what taking it saves; positive.
         stretches: half-open ranges of places, in order and disjoint; none for an item that
             takes no room.
@@ -99,8 +99,11 @@ def pack(items: Sequence[Item], capacity: Sequence[int]) -> Packing:
     room = np.maximum(np.asarray(capacity, dtype=np.int64), 0)
     taken: set[int] = set()
     fitting: list[int] = []
+    items = [
+        replace(item, stretches=tuple((a, b) for a, b in item.stretches if a < b)) for item in items
+    ]
     for index, item in enumerate(items):
-        if all(start >= stop for start, stop in item.stretches):
+        if item.size == 0 or not item.stretches:
             taken.add(index)
         elif all(int(room[a:b].min(initial=item.size)) >= item.size for a, b in item.stretches):
             fitting.append(index)
@@ -137,7 +140,7 @@ class _Component:
         self.size: _Ints = np.array([item.size for item in items], dtype=np.int64)
         self.value: _Ints = np.array([item.value for item in items], dtype=np.int64)
         self.stretches = [
-            [(start - self.low, stop - self.low) for start, stop in item.stretches if start < stop]
+            [(start - self.low, stop - self.low) for start, stop in item.stretches]
             for item in items
         ]
         places = [

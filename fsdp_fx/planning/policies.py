@@ -17,7 +17,6 @@ from fsdp_fx.planning.lookahead import covered_from, reach
 from fsdp_fx.planning.memory import Interval, contributions
 from fsdp_fx.planning.memory import on_demand as gathered_on_demand
 from fsdp_fx.planning.outline import Outline
-from fsdp_fx.program import end_order
 from fsdp_fx.trace import Trace
 
 __all__ = ["keep_everything", "least_recently_used", "on_demand"]
@@ -66,7 +65,7 @@ def least_recently_used(
     size = {unit.name: unit.bytes for unit in trace.units}
     furthest = list(accumulate(reach(trace, forward_prefetch, backward_prefetch), max))
     ending: dict[int, list[int]] = {}  # positions, by the place where their use ends
-    for position in sorted(range(len(trace)), key=lambda each: end_order(trace, each)):
+    for position in sorted(range(len(trace)), key=lambda each: trace.end_order(each)):
         ending.setdefault(trace.ends[position], []).append(position)
 
     found: list[_Residency] = []

@@ -44,7 +44,6 @@ from dataclasses import dataclass
 
 from fsdp_fx.planning.durations import Durations
 from fsdp_fx.planning.outline import Outline
-from fsdp_fx.program import end_order
 
 __all__ = ["RankSimulation", "Simulation", "Span", "Transfer", "resident_steps", "simulate"]
 
@@ -227,7 +226,7 @@ def resident_steps(outline: Outline, simulated: RankSimulation) -> tuple[tuple[i
 
     reduced = set(outline.reductions)
     kept: set[str] = set()
-    for position in sorted(reduced | trace.reduces, key=lambda place: end_order(trace, place)):
+    for position in sorted(reduced | trace.reduces, key=lambda place: trace.end_order(place)):
         unit = units[trace[position].unit]
         time = simulated.ends[trace.ends[position]]
         if position in reduced:

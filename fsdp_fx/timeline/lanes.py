@@ -12,9 +12,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from fsdp_fx.occupancy import outline_of
 from fsdp_fx.planning.durations import Durations
 from fsdp_fx.planning.memory import Interval, contributions
-from fsdp_fx.planning.outline import Outline, outline_of
+from fsdp_fx.planning.outline import Outline
 from fsdp_fx.planning.simulation import RankSimulation, simulate
 from fsdp_fx.program import Program
 from fsdp_fx.trace import Trace

@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from fsdp_fx import FSDPContext
-from fsdp_fx.planning.memory import kept_gradient_bytes, peak_resident_bytes
-from fsdp_fx.planning.outline import outline_of
+from fsdp_fx.occupancy import outline_of, peak_resident_bytes
+from fsdp_fx.planning.memory import kept_gradient_bytes
 
 GPUS = torch.cuda.device_count()
 pytestmark = [
