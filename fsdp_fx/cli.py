@@ -40,6 +40,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _add_plan(commands)
     _add_view(commands)
     parsed = parser.parse_args(arguments)
+    for name, value in vars(parsed).items():
+        if value == []:  # what argparse makes of "--name=--"
+            parser.error(f"argument --{name.replace('_', '-')}: expected one argument")
     execute: Callable[[argparse.Namespace], int] = parsed.execute
     try:
         return execute(parsed)
@@ -90,9 +93,10 @@ def _add_plan(commands: argparse._SubParsersAction[_Parser]) -> None:
         "plan",
         help="predict the communication, memory and step time of a pipeline schedule",
         description="Plans one training step for each memory budget, simulates it, and compares "
-        "it with gathering one ahead, with keeping what was used last and with keeping "
+        "it with gathering one ahead, with evicting what was least recently used and with keeping "
         "everything. Needs no GPU. Example: fsdp-fx plan --ranks 128 --pipeline 8 --virtual 4 "
-        "--microbatches 32 --layers 64 --hidden 8192 --budget 0,1GiB,4GiB,everything",
+        "--microbatches 32 --layers 64 --hidden 8192 --budget 0,2GiB,8GiB,everything "
+        "--reduce-gradients planned",
     )
     forecast.add_arguments(parser)
     parser.set_defaults(execute=forecast.run)

@@ -86,11 +86,15 @@ class FSDPContext:
             or elements covers. What stays is chosen so that the fewest bytes are gathered
             and reduced in the window. ``"auto"``: what fits under the peak of allocated
             memory that the recorded window had, event by event, lookahead included. None:
-            nothing stays.
+            nothing is planned.
         reduce_gradients: ``"per_backward"`` reduces a unit's gradients after each of
             its backwards; ``"per_window"`` keeps them full, in the reduction dtype,
             and reduces after the window's last, outside of any budget; ``"planned"``
             keeps those that the budget has room for.
+        keep_frozen: whether frozen units may stay resident from one window to the next,
+            within a budget in bytes. Their weights must then only be changed in ways that
+            PyTorch counts (:attr:`fsdp_fx.units.Unit.is_stale`), or be followed by
+            :meth:`abort`.
         agreement_timeout: seconds that a rank waits for the others of its shard group where
             their order of events is compared: in a window that is written down, and where
             one leaves its program.
@@ -111,6 +115,7 @@ class FSDPContext:
         backward_prefetch: Lookahead = None,
         memory_budget: MemoryBudget = None,
         reduce_gradients: ReduceGradients = "per_backward",
+        keep_frozen: bool = False,
         agreement_timeout: float = 300.0,
     ) -> None:
         _require_choice("mode", mode, get_args(Mode))
@@ -119,6 +124,7 @@ class FSDPContext:
             backward_prefetch=backward_prefetch,
             reduce_gradients=reduce_gradients,
             memory_budget=memory_budget,
+            keep_frozen=keep_frozen,
         )
         if not agreement_timeout > 0:
             raise ValueError(f"agreement_timeout={agreement_timeout!r} is not a number of seconds")
@@ -157,8 +163,8 @@ class FSDPContext:
 
     def __repr__(self) -> str:
         return (
-            f"FSDPContext(mode={self.mode!r}, {len(self._chunks)} chunks, "
-            f"{len(self._units)} units, {len(self._library)} programs)"
+            f"FSDPContext(mode={self.mode!r}, chunks={len(self._chunks)}, "
+            f"units={len(self._units)}, programs={len(self._library)})"
         )
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
@@ -699,6 +705,7 @@ class FSDPContext:
         """What ran how, and why anything fell back: text for a person."""
         return self._report.explain(
             self.mode,
+            self._options,
             self.stats,
             tuple(self._chunks),
             self.programs,

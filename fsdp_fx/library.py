@@ -39,6 +39,8 @@ class BoundStep:
         frees: units to free when the event's use ends.
         reduces: units to reduce when the event's use ends, after the frees.
         partial: those of ``reduces`` that are not all-reduced over their replicas yet.
+        contributed: whether all contributions to the unit's gradient are in when the event's
+            use ends: what is not reduced then is kept.
     """
 
     unit: Unit
@@ -48,6 +50,7 @@ class BoundStep:
     frees: tuple[Unit, ...]
     reduces: tuple[Unit, ...]
     partial: frozenset[Unit] = frozenset()
+    contributed: bool = False
 
 
 class BoundProgram:
@@ -77,6 +80,7 @@ class BoundProgram:
         self.program = program
         self.measurements = measurements or Measurements()
         self.carried = frozenset(bind(program.carried))
+        contributed = frozenset(contributions(program.trace))
         self.steps = tuple(
             BoundStep(
                 units[step.event.unit],
@@ -86,8 +90,9 @@ class BoundProgram:
                 bind(step.frees),
                 bind(step.reduces),
                 frozenset(bind(step.partial)),
+                position in contributed,
             )
-            for step in program.steps
+            for position, step in enumerate(program.steps)
         )
         self.keys: tuple[Key, ...] = tuple((step.unit, step.phase) for step in self.steps)
         self.slices: weakref.WeakKeyDictionary[object, dict[Hashable, object]] = (

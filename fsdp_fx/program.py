@@ -402,6 +402,7 @@ def _header(program: Program) -> str:
     for node in program.graph.nodes:
         if (kind := operation(node)) is not None:
             counts[kind] += 1
+    counts["gather"] -= len(program.carried)  # there from the window before
     ahead = sum(len(step.prefetches) for step in program.steps)
     reductions = _count(counts["reduce"], "reduction")
     if replicated := {unit.name for unit in trace.units if unit.replicas > 1}:
@@ -413,7 +414,7 @@ def _header(program: Program) -> str:
     reduced = [position for position, step in enumerate(program.steps) if step.reduces]
     kept = max(kept_gradient_bytes(trace, reduced), default=0)
     gradients = f", {format_bytes(kept)} of gradients kept" if kept else ""
-    stay = f"; {_count(len(program.carried), 'unit')} kept for the next window"
+    stay = f"; {_count(len(program.carried), 'unit')} kept from window to window"
     return (
         f"# program: {_count(len(trace), 'event')}, {_count(len(trace.units), 'unit')}, "
         f"{_count(chunks, 'chunk')}; {_count(counts['gather'], 'gather')} ({ahead} ahead), "

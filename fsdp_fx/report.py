@@ -13,6 +13,7 @@ from typing import NamedTuple
 from torch import fx
 
 from .occupancy import outline_of, peak_resident_bytes
+from .passes import PassOptions
 from .planning.memory import format_bytes, kept_gradient_bytes
 from .program import Program
 from .residency import Stats
@@ -126,6 +127,7 @@ class Report:
     def explain(
         self,
         mode: str,
+        options: PassOptions,
         stats: Stats,
         chunks: Sequence[str],
         programs: Sequence[Program],
@@ -135,6 +137,7 @@ class Report:
 
         Args:
             mode: the context's mode.
+            options: what it plans with.
             stats: its counters.
             chunks: names of its chunks.
             programs: the programs that it knows, the latest last.
@@ -143,6 +146,7 @@ class Report:
         lines = [
             f"{mode} mode, {_count(len(chunks), 'chunk')}, "
             f"{_count(len(programs), 'program')} known",
+            f"options: {', '.join(f'{k}={v!r}' for k, v in vars(options).items())}",
             f"windows: {stats.windows} closed ({stats.recorded_windows} recorded, "
             f"{stats.replayed_windows} replayed), {stats.aborts} aborted; {stats.divergences} left "
             f"their program for a new one, {stats.switches} for a known one",
@@ -162,9 +166,11 @@ class Report:
             if kept := max(kept_gradient_bytes(trace, outline.reductions), default=0):
                 lines[-1] += f", {format_bytes(kept)} of gradients kept"
             if program.carried:
-                lines[-1] += f", {_count(len(program.carried), 'unit')} kept for the next window"
+                lines[-1] += f", {_count(len(program.carried), 'unit')} kept from window to window"
             if index < len(peaks) and (peak := peaks[index]) is not None:
                 lines[-1] += f"; planned under a recorded peak of {format_bytes(peak)} allocated"
+            if program.capacity is not None and not program.unproven:
+                lines[-1] += "; proven to save the most"
             if program.unproven:
                 lines[-1] += (
                     f"; not proven to be the best: another choice might save up to "

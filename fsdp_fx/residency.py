@@ -31,6 +31,7 @@ class Stats:
         bytes_gathered: bytes of full parameters that the gathers produced.
         frees: times that a unit's full parameters were freed.
         reductions: gradient reductions started.
+        bytes_reduced: bytes of full gradients that the reductions took.
         all_reductions: those of replicated units that were all-reduced over the replicas.
         windows: windows closed.
         recorded_windows: windows that became a new trace.
@@ -42,7 +43,8 @@ class Stats:
         resident_bytes: bytes of full parameters gathered or in flight now.
         peak_resident_bytes: the most that ``resident_bytes`` has been.
         kept_gradient_bytes: bytes of full gradients that wait for their reduction now.
-        peak_kept_gradient_bytes: the most that ``kept_gradient_bytes`` has been.
+        peak_kept_gradient_bytes: the most that ``kept_gradient_bytes`` has been where
+            compute needed a unit.
     """
 
     gathers: int = 0
@@ -52,6 +54,7 @@ class Stats:
     bytes_gathered: int = 0
     frees: int = 0
     reductions: int = 0
+    bytes_reduced: int = 0
     all_reductions: int = 0
     windows: int = 0
     recorded_windows: int = 0
@@ -102,6 +105,10 @@ class Residency:
         """
         unit.free_at_release = False
         absent = not (unit.unsharded or unit.in_flight)
+        stats = self.stats
+        if stats.kept_gradient_bytes > stats.peak_kept_gradient_bytes:
+            # Here, not where they are kept: two backwards of a unit may end at once.
+            stats.peak_kept_gradient_bytes = stats.kept_gradient_bytes
         meter = self.meter
         position = meter.reach(unit) if meter is not None else None
         if absent:
@@ -110,7 +117,7 @@ class Residency:
             self._start(unit)
             if meter is not None and position is not None:
                 meter.end_gather(unit, waited=False)
-            self.stats.on_demand_gathers += 1
+            stats.on_demand_gathers += 1
         if not unit.unsharded:
             try:
                 unit.wait(self.on_waiting)
@@ -173,6 +180,7 @@ class Residency:
                 meter.end_reduction(unit)
             self.stats.kept_gradient_bytes -= self._kept.pop(unit, 0)
             self.stats.reductions += 1
+            self.stats.bytes_reduced += unit.spec.gradient_bytes
             if all_reduce and unit.spec.replicas > 1:
                 self.stats.all_reductions += 1
 
@@ -183,11 +191,7 @@ class Residency:
         if unit not in self._kept:
             # Of a rank that has none, too: the plan is for all ranks.
             self._kept[unit] = unit.spec.gradient_bytes
-            stats = self.stats
-            stats.kept_gradient_bytes += unit.spec.gradient_bytes
-            stats.peak_kept_gradient_bytes = max(
-                stats.peak_kept_gradient_bytes, stats.kept_gradient_bytes
-            )
+            self.stats.kept_gradient_bytes += unit.spec.gradient_bytes
 
     def keeps_gradients(self, unit: Unit) -> bool:
         """Whether full gradients of the unit wait for their reduction."""

@@ -400,6 +400,8 @@ class Window:
         # program was recorded, and the close would reduce what the program reduces here.
         for other in step.reduces:
             residency.reduce(other, other not in step.partial)
+        # Contributions that are still missing here did not come when it was recorded.
+        complete = complete or (step.contributed and unit.contributed)
         if complete and unit not in step.reduces:
             residency.keep_gradients(unit)
 

@@ -20,10 +20,14 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-__all__ = ["WIDTH", "Block", "Node", "Probe", "Setup", "Use", "setups"]
+from fsdp_fx.planning.lookahead import Lookahead
+from fsdp_fx.window import ReduceGradients
+
+__all__ = ["EVERYTHING", "WIDTH", "Block", "Node", "Probe", "Setup", "Use", "setups"]
 
 WIDTH = 4
 DTYPE = torch.float64
+EVERYTHING = 1 << 40
 
 Own = Literal["none", "first", "last", "both", "unused"]
 
@@ -89,6 +93,7 @@ class Setup(_Short):
         input_gradient: whether the first chunk's input needs a gradient.
         forward_prefetch: of the context.
         backward_prefetch: of the context.
+        memory_budget: of the context.
         reduce_gradients: of the context.
     """
 
@@ -96,14 +101,16 @@ class Setup(_Short):
     mode: Literal["recorded", "registration"] = "recorded"
     connected: bool = False
     input_gradient: bool = False
-    forward_prefetch: int | None = None
-    backward_prefetch: int | None = None
-    reduce_gradients: Literal["per_backward", "per_window"] = "per_backward"
+    forward_prefetch: Lookahead = None
+    backward_prefetch: Lookahead = None
+    memory_budget: int | None = None
+    reduce_gradients: ReduceGradients = "per_backward"
 
     @property
     def options(self) -> dict[str, Any]:
         """What the context is made with."""
-        names = ("mode", "forward_prefetch", "backward_prefetch", "reduce_gradients")
+        lookaheads = ("forward_prefetch", "backward_prefetch")
+        names = ("mode", *lookaheads, "memory_budget", "reduce_gradients")
         return {name: getattr(self, name) for name in names}
 
     @property
@@ -261,20 +268,28 @@ def setups(
     draw: st.DrawFn, mode: Literal["recorded", "registration"] = "recorded", chunks: int = 4
 ) -> Setup:
     """Models of up to ``chunks`` chunks, and options that ``mode`` allows."""
-    size = WIDTH * WIDTH + WIDTH
-    budgets = st.sampled_from((None, None, 0, size, 2 * size, 4 * size))
+    elements = WIDTH * WIDTH + WIDTH  # of a linear
+    size = elements * DTYPE.itemsize
+    recorded = mode == "recorded"
+    budget = draw(st.sampled_from((None, None, 0, size, 2 * size, 3 * size, 5 * size, EVERYTHING)))
+    lookaheads: list[Lookahead] = [None, None, 0, elements, 2 * elements, 4 * elements]
+    reductions: list[ReduceGradients] = ["per_backward"]
+    if recorded:
+        reductions.append("per_window")
+        if budget is not None:
+            lookaheads.append("timed")
+            reductions.append("planned")
+    lookahead = st.sampled_from(lookaheads)
     count = draw(st.sampled_from([n for n in (1, 2, 1, 2, 3, 4) if n <= chunks]))
     # The more chunks, the shallower they are.
     trees = st.builds(_chunk, _nodes(2 if count < 3 else 1))
-    recorded = mode == "recorded"
     return Setup(
         chunks=tuple(draw(trees) for _ in range(count)),
         mode=mode,
         connected=draw(st.booleans()) if recorded else True,
         input_gradient=draw(st.booleans()),
-        forward_prefetch=draw(budgets),
-        backward_prefetch=draw(budgets),
-        reduce_gradients=draw(
-            st.sampled_from(("per_backward", "per_window") if recorded else ("per_backward",))
-        ),
+        forward_prefetch=draw(lookahead),
+        backward_prefetch=draw(lookahead),
+        memory_budget=budget,
+        reduce_gradients=draw(st.sampled_from(reductions)),
     )

@@ -130,6 +130,72 @@ def test_difference_of_units_is_told_before_their_events() -> None:
     )
 
 
+# Numbers
+
+
+def test_ranks_take_the_least_of_their_numbers_one_by_one() -> None:
+    measured = [[5, 1 << 40, 0, 7], [3, 1 << 50, 2, 7], [4, 1 << 45, 1, 6]]
+    found: dict[tuple[int, int], list[int]] = {}
+
+    def body(rank: int) -> Callable[[Agreement], object]:
+        def run(agreement: Agreement) -> None:
+            found[rank, 0] = agreement.least(begun(STEP), measured[rank])
+            # Another window, in which another rank is the least and there are fewer.
+            found[rank, 1] = agreement.least(begun(OTHER), [10 - rank])
+
+        return run
+
+    store = dist.HashStore()
+    assert run_ranks(*map(body, range(3)), store=store) == ["", "", ""]
+    assert [found[rank, 0] for rank in range(3)] == [[3, 1 << 40, 0, 6]] * 3
+    assert [found[rank, 1] for rank in range(3)] == [[8]] * 3
+
+
+def test_numbers_that_were_exchanged_are_not_left_in_the_store() -> None:
+    def keys_after(exchanges: int) -> int:
+        store = dist.HashStore()
+
+        def body(agreement: Agreement) -> None:
+            for _ in range(exchanges):
+                agreement.least(begun(STEP), [1, 2, 3])
+
+        assert run_ranks(body, body, store=store) == ["", ""]
+        return store.num_keys()
+
+    assert keys_after(20) == keys_after(2)
+
+
+@pytest.mark.parametrize(
+    ("other", "numbers", "message"),
+    [
+        (OTHER, 3, "event 1 of the units they share is c0.b F0 on rank"),
+        (STEP, 2, "3 numbers measured in a window on rank"),
+    ],
+)
+def test_ranks_that_measured_something_else_all_raise_the_same(
+    other: str, numbers: int, message: str
+) -> None:
+    raised = run_ranks(
+        lambda agreement: agreement.least(begun(STEP), [1, 2, 3]),
+        lambda agreement: agreement.least(begun(STEP), [1, 2, 3]),
+        lambda agreement: agreement.least(begun(other), [1, 2, 3][:numbers]),
+    )
+    assert len(set(raised)) == 1
+    assert message in raised[0]
+
+
+def test_rank_that_measures_nothing_is_named_after_the_deadline() -> None:
+    def measures(agreement: Agreement) -> None:
+        agreement.least(begun(STEP), [1, 2, 3])
+
+    began = time.monotonic()
+    raised = run_ranks(measures, lambda agreement: None, measures, timeout=0.3)
+    assert time.monotonic() - began < 5
+    assert raised[0] == raised[2]
+    assert "rank 1 did not within 0.3 s" in raised[0]
+    assert raised[1] == ""
+
+
 # Commits
 
 

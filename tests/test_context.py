@@ -343,7 +343,7 @@ def test_explain_tells_of_windows_gathers_programs_and_chunks() -> None:
     assert "program 0: 12 events in 4 calls" in text
     assert "chunk c1: eager, scheduled from hooks" in text
     assert "fallbacks: none" in text
-    assert "2 chunks" in repr(context)
+    assert "chunks=2" in repr(context)
 
 
 def test_trace_and_program_are_none_before_one_is_known() -> None:

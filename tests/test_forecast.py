@@ -5,6 +5,10 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import os
+import re
+import shlex
+import subprocess
 import sys
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
@@ -582,3 +586,31 @@ def test_a_picture_needs_matplotlib(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(forecast.ForecastError, match=r"pip install 'fsdp-fx\[viz\]'"):
         run(*SMALL, "--picture", str(tmp_path / "plan.png"))
+
+
+ROOT = Path(__file__).parents[1]
+
+
+def _commands() -> list[str]:
+    """The plan commands that documents and the help show, but for those of a recorded trace."""
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    texts = [page.read_text(encoding="utf-8") for page in pages]
+    parser = subprocess.run(
+        [sys.executable, "-m", "fsdp_fx", "plan", "--help"],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "COLUMNS": "10000"},
+    )
+    texts.append(parser.stdout)
+    found = [line for text in texts for line in re.findall(r"fsdp-fx plan (--.*)", text)]
+    return [line for line in found if "--trace " not in line]
+
+
+def test_commands_in_the_documents_and_the_help_are_accepted() -> None:
+    commands = _commands()
+    assert len(commands) >= 3
+    for command in commands:
+        asked = options(*shlex.split(command))
+        assert len(asked.budgets) == 4
+        assert asked.reduce_gradients == "planned"

@@ -70,9 +70,12 @@ class Job:
         schedule: class of the schedule.
         scale_grads: whether the schedule divides gradients by the microbatches.
         compiled: whether the chunks are compiled, without Inductor.
+        context: options of the context.
     """
 
-    def __init__(self, schedule: Any, scale_grads: bool = True, compiled: bool = False) -> None:
+    def __init__(
+        self, schedule: Any, scale_grads: bool = True, compiled: bool = False, **context: Any
+    ) -> None:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
         self.pp, self.dp = mesh.get_local_rank("pp"), mesh.get_local_rank("dp")
         per_rank = 1 if schedule in ONE_STAGE else 2
@@ -83,7 +86,7 @@ class Job:
         self.chunks = [copy.deepcopy(self.reference[index]) for index in self.owned]
         for chunk in self.chunks:
             shard(chunk, mesh["dp"])
-        self.context = fsdp_fx.FSDPContext(mode="recorded")
+        self.context = fsdp_fx.FSDPContext(mode="recorded", **context)
         self.context.adopt(*self.chunks)
         options = {"region_compiler": "eager"}
         pipeline_stages = [

@@ -17,7 +17,9 @@ The calls of a scenario, separated by spaces:
 - ``c1E:no_grad``: an evaluation of chunk 1, one of :data:`EVALUATIONS`; also with ``!3``;
 - ``close``: ``finish_grad_sync()``, which must be refused while the window is not whole;
 - ``abort``; ``look``: parameters and state dict are read; ``step``: the optimizer, which must be
-  refused in a window; ``zero``: ``zero_grad()``, between windows only.
+  refused in a window; ``zero``: ``zero_grad()``, between windows only;
+- ``flip3``: the third parameter is frozen, or trained again if it was frozen; ``change3``: it is
+  changed in place; ``load3``: another value is loaded for it. All of them between windows only.
 """
 
 from __future__ import annotations
@@ -51,9 +53,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from fsdp_fx import FSDPContext, IncompleteWindowError
-from fsdp_fx.occupancy import intervals, resident_bytes
-from fsdp_fx.program import Program, operation
+from fsdp_fx.occupancy import outline_of, resident_bytes
+from fsdp_fx.planning.memory import kept_gradient_bytes
+from fsdp_fx.program import Program
 from fsdp_fx.residency import Stats
+from fsdp_fx.units import unit_of_tensor
 from models import cpu_mesh
 from random_models import DTYPE, WIDTH, Block, Node, Probe, Setup, Use, setups
 from ranks import RankPools, clean_up
@@ -135,6 +139,50 @@ class Reference:
             parameter.grad = None
 
 
+class Plan:
+    """What a program promises.
+
+    Args:
+        program: a program, which must verify.
+
+    Attributes:
+        outline: its outline.
+        resident: bytes of full parameters at each event.
+        kept: bytes of full gradients that wait at each event.
+        capacity: what both together may be at most, or None.
+    """
+
+    def __init__(self, program: Program) -> None:
+        program.verify()
+        self.outline = outline_of(program)
+        self.resident = resident_bytes(program)
+        self.kept = kept_gradient_bytes(program.trace, self.outline.reductions)
+        self.capacity = program.capacity
+        last = {interval.unit: interval for interval in self.outline.intervals}
+        self._to_the_end = {id(last[unit]) for unit in self.outline.carried}
+        gathers = {id(interval) for interval in self.outline.gathers}
+        self._from_the_start = {
+            id(interval) for interval in self.outline.intervals if id(interval) not in gathers
+        }
+
+    def after(self, cursor: int, carried: set[str]) -> set[str]:
+        """The units that are there once the uses of the first ``cursor`` events have ended.
+
+        Args:
+            cursor: how many.
+            carried: the units that had stayed from the window before.
+        """
+        there = set()
+        for interval in self.outline.intervals:
+            stays = id(interval) in self._to_the_end or cursor <= interval.freed
+            begins = interval.gathered
+            if id(interval) in self._from_the_start:
+                begins = -1 if interval.unit in carried else interval.waited
+            if begins < cursor and stays:
+                there.add(interval.unit)
+        return there
+
+
 class Run:
     """A scenario under way.
 
@@ -154,11 +202,22 @@ class Run:
             _shard(chunk, mesh)
             for block in _blocks(chunk):
                 block.probe = self.probe
-        self.context = FSDPContext(**setup.options)
+        options = setup.options
+        if setup.memory_budget:
+            # What is too little for any unit is refused.
+            sizes = [size for chunk in whole for size in _unit_sizes(chunk)]
+            options["memory_budget"] = max(setup.memory_budget, min(sizes))
+            options["keep_frozen"] = True
+        self.context = FSDPContext(**options)
         self.context.adopt(*self.chunks)
         self.units = {unit.spec.name: unit for unit in self.context.units}
         self.sizes = {name: unit.spec.bytes for name, unit in self.units.items()}
         self.reference.watch(tuple(self.units))
+        self.blocks = {
+            module: f"c{index}.{path}".rstrip(".")
+            for index, chunk in enumerate(self.chunks)
+            for path, module in chunk.named_modules()
+        }
         self.names = [
             (f"c{index}.{name}", parameter)
             for index, chunk in enumerate(self.chunks)
@@ -173,11 +232,13 @@ class Run:
             torch.optim.SGD(parameters, 0.01)
             for parameters in ([p for _, p in self.names], self.reference.parameters)
         ]
-        self.known: dict[tuple[str, ...], tuple[str, ...]] = {}  # calls of a window to its events
+        # By what is trained: the events of windows by their calls.
+        self.known: dict[tuple[bool, ...], dict[tuple[str, ...], tuple[str, ...]]] = {}
+        self.staying: set[str] = set()  # units that have stayed from the window before
+        self.changed: set[str] = set()  # those that have been changed since
         self.weights: dict[int, torch.Tensor] = {}  # full weights that computed
         self.data = torch.Generator().manual_seed(1 + dist.get_rank())
-        self.curves: dict[Program, list[int]] = {}
-        self.intervals: dict[Program, list[tuple[str, int, int]]] = {}
+        self.plans: dict[Program, Plan] = {}
         self.fuse = 0
         self._begin()
 
@@ -190,6 +251,7 @@ class Run:
         self.reference.contributions.clear()
         self.recomputations = 0
         self.evaluated = Stats()
+        self.context.stats.peak_kept_gradient_bytes = 0
         self.at_begin = dataclasses.replace(self.context.stats)
         self.had_gradients = {
             unit.spec.name for unit in self.context.units if unit.has_reduced_gradients
@@ -215,6 +277,8 @@ class Run:
             elif match := re.fullmatch(r"c(\d)E:(\w+)", name):
                 self.reading = "E"
                 self._evaluate(int(match[1]), match[2])
+            elif match := re.fullmatch(r"(flip|change|load)(\d+)", name):
+                self._alter(match[1], int(match[2]))
             else:
                 {
                     "close": self._close,
@@ -249,6 +313,8 @@ class Run:
             above = self.outputs[place - 1, microbatch]
             pair = tuple(y.detach().requires_grad_(y.requires_grad) for y in above)  # type: ignore[assignment]
         self.inputs[place, microbatch] = pair
+        if not self.window:
+            self._drop_changed()
         self.window.append(f"c{place}F{microbatch}")
         expected = self._refer("F", lambda: self.reference.chunks[place](pair[1]))
         y = self.chunks[place](pair[0])
@@ -302,6 +368,10 @@ class Run:
     def _evaluate(self, place: int, kind: str) -> None:
         x = torch.randn(2, WIDTH, dtype=DTYPE, generator=self.data)
         before, resident = dataclasses.replace(self.context.stats), self.resident()
+        if not self.window:
+            self._drop_changed()
+            resident &= self.staying
+        dropped = len(self.resident() - resident)
         modes: dict[str, Any] = {
             "no_grad": torch.no_grad,
             "evaluation": self.context.evaluation,
@@ -320,7 +390,7 @@ class Run:
             chunk.train()
         assert self.resident() == resident, "an evaluation has changed what is resident"
         spent = _difference(self.context.stats, before)
-        assert spent.gathers == spent.on_demand_gathers == spent.frees, spent
+        assert spent.gathers == spent.on_demand_gathers == spent.frees - dropped, spent
         assert spent.reductions == spent.prefetched_gathers == spent.dropped_gathers == 0, spent
         for field in dataclasses.fields(Stats):
             total = getattr(self.evaluated, field.name) + getattr(spent, field.name)
@@ -356,22 +426,25 @@ class Run:
         assert program is not None
         calls, found = tuple(self.window), tuple(map(str, program.trace))
         assert len(found) == reference.events
-        if calls in self.known:
-            assert self.known[calls] == found
+        known = self.known.setdefault(self.trained(), {})
+        if calls in known:
+            assert known[calls] == found
             assert mine.recorded_windows == mine.divergences == 0, f"known, and recorded: {mine}"
         elif mine.recorded_windows:
-            assert found not in self.known.values(), "recorded a second time"
-            program.verify()
-            first = not self.known and self.setup.mode == "recorded"
+            assert found not in known.values(), "recorded a second time"
+            first = not known and self.setup.mode == "recorded"
             assert mine.divergences == (not first), mine
-        self.known[calls] = found
+        known[calls] = found
         self._check_counts(program, mine)
         reference.gather_gradients()
         self._check_gradients()
+        stays = set() if mine.recorded_windows else set(program.carried)
         self._begin()
         assert not context.window.is_open
         assert context.window.cursor == 0
-        assert not self.resident()
+        self.staying = self.resident()
+        assert self.staying <= stays if mine.switches else self.staying == stays
+        self.changed.clear()
 
     def _emptied(self) -> None:
         """A window has closed by itself in which no unit computed."""
@@ -380,10 +453,11 @@ class Run:
         self._check_gradients()
         self._begin()
         assert not self.context.window.is_open
-        assert not self.resident()
+        self.staying &= self.resident()
 
     def _abort(self) -> None:
         self.context.abort()
+        self.staying.clear()
         self.reference.drop_gradients()
         if self.window:
             tainted = self.had_gradients
@@ -409,6 +483,9 @@ class Run:
             return
         for parameter, total in self.reference.totals.items():
             parameter.grad = total
+        for _, stepped in self.names:
+            if stepped.grad is not None:  # one that was trained before it was frozen, too
+                self.changed.add(self.unit_of[id(stepped)].spec.name)
         for optimizer in self.optimizers:
             optimizer.step()
         self.reference.drop_gradients()
@@ -423,7 +500,34 @@ class Run:
         self.reference.with_backward.clear()
         self._begin()
 
+    def _alter(self, how: str, number: int) -> None:
+        if self.window:
+            return
+        number %= len(self.names)
+        (name, mine), theirs = self.names[number], self.reference.parameters[number]
+        if how == "flip":
+            for parameter in (mine, theirs):
+                parameter.requires_grad_(not parameter.requires_grad)
+            return
+        self.changed.add(self.unit_of[id(mine)].spec.name)
+        with torch.no_grad():
+            theirs.mul_(-0.8)
+            if how == "change":
+                mine.mul_(-0.8)
+            else:
+                chunk, _, path = name.partition(".")
+                values = {path: mine * -0.8}
+                self.chunks[int(chunk[1:])].load_state_dict(values, strict=False)
+
     # What must hold
+
+    def trained(self) -> tuple[bool, ...]:
+        """Which parameters require a gradient."""
+        return tuple(parameter.requires_grad for _, parameter in self.names)
+
+    def _drop_changed(self) -> None:
+        """A window opens, or an evaluation between windows: what has changed does not stay."""
+        self.staying -= self.changed
 
     def resident(self) -> set[str]:
         """The units that are there or on their way."""
@@ -434,17 +538,40 @@ class Run:
         window = self.context.window
         if self.reading != "F" or window.following is None:
             return
-        curve = self._curve(window.following.program)
+        plan = self.plan(window.following.program)
         resident = self.context.stats.resident_bytes
-        expected = curve[window.cursor - 1] if window.cursor else 0
+        expected = sum(self.sizes[name] for name in self.staying)
+        if window.cursor:
+            expected = plan.resident[window.cursor - 1]
         assert resident == sum(self.sizes[name] for name in self.resident())
         assert resident <= expected, f"{resident} B resident at event {window.cursor - 1}"
+        self._check_kept(self.blocks[block])
+
+    def _check_kept(self, name: str) -> None:
+        """Where the unit of this name computes: the gradients that wait are as planned."""
+        window, stats = self.context.window, self.context.stats
+        if window.following is None:
+            return
+        program, position = window.following.program, window.cursor - 1
+        if position < 0 or program.trace[position].unit != name:
+            return  # in the middle of an event, or between two
+        plan, kept = self.plan(program), stats.kept_gradient_bytes
+        problem = f"{kept} B of gradients wait at event {position}, {program.trace[position]}"
+        assert kept <= plan.kept[position], problem
+        if stats.switches == self.at_begin.switches:
+            assert kept == plan.kept[position], problem
+        # A recomputation may bring in what the program does not have there.
+        if plan.capacity is not None and (self.reading == "F" or not self.setup.recomputes):
+            assert stats.resident_bytes + kept <= plan.capacity[position], "beyond the capacity"
 
     def _read(self, weight: torch.Tensor) -> None:
         assert not isinstance(weight, DTensor), "computes with a sharded parameter"
         assert weight.untyped_storage().size(), "computes with a parameter that is freed"
         self.weights[id(weight)] = weight
         if self.reading == "B":
+            unit = unit_of_tensor(weight)
+            assert unit is not None
+            self._check_kept(unit.spec.name)
             self._tick()
 
     def _tick(self) -> None:
@@ -453,19 +580,11 @@ class Run:
             if not self.fuse:
                 raise Planned("by intention")
 
-    def _curve(self, program: Program) -> list[int]:
-        if program not in self.curves:
-            self.curves[program] = resident_bytes(program)
-        return self.curves[program]
-
-    def _planned(self, program: Program, cursor: int) -> set[str]:
-        """What the program keeps once the uses of the first ``cursor`` events have ended."""
-        if program not in self.intervals:
-            self.intervals[program] = [
-                (each.unit, each.gathered, each.freed) for each in intervals(program)
-            ]
-        last = cursor - 1
-        return {u for u, gathered, freed in self.intervals[program] if gathered <= last < freed}
+    def plan(self, program: Program) -> Plan:
+        """What a program promises."""
+        if program not in self.plans:
+            self.plans[program] = Plan(program)
+        return self.plans[program]
 
     def _check_between_calls(self) -> None:
         context, window = self.context, self.context.window
@@ -475,7 +594,9 @@ class Run:
         assert not held, f"in use between calls: {held}"
         resident = self.resident()
         following = window.following
-        planned = set() if following is None else self._planned(following.program, window.cursor)
+        planned = set() if window.is_open else self.staying
+        if following is not None:
+            planned = self.plan(following.program).after(window.cursor, self.staying)
         # What another known program would have kept from before is gathered when it is needed.
         # A registered program takes a parent's use to last until those of all its children.
         at_most = self.setup.mode == "registration" or (
@@ -493,26 +614,37 @@ class Run:
             assert not full, "full parameters are left although no unit is resident"
 
     def _check_counts(self, program: Program, spent: Stats) -> None:
-        assert spent.gathers == spent.frees == spent.on_demand_gathers + spent.prefetched_gathers
-        planned = Counter(operation(node) for node in program.graph_module.graph.nodes)
+        context, outline = self.context, self.plan(program).outline
+        assert context.stats.kept_gradient_bytes == 0
+        assert spent.gathers == spent.on_demand_gathers + spent.prefetched_gathers
         # Once all contributions of a microbatch, or of the window, are in.
         trainable = {name for name, unit in self.units.items() if unit.spec.trainable}
         reduced = {each for each in self.reference.contributions if each[0] in trainable}
+        least = {(name, 0) for name, _ in reduced}
         if self.setup.reduce_gradients == "per_window":
-            reduced = {(name, 0) for name, _ in reduced}
-        assert planned["reduce"] == len(reduced), (sorted(reduced), str(program))
+            reduced = least
+        elif self.setup.reduce_gradients == "per_backward":
+            least = reduced
+        planned = len(outline.reductions)
+        assert len(least) <= planned <= len(reduced), (sorted(reduced), str(program))
         if spent.recorded_windows:
             return
         if spent.switches:
             return
         assert spent.dropped_gathers == 0, spent
-        assert spent.reductions == planned["reduce"], (spent, str(program))
+        assert spent.reductions == planned, (spent, str(program))
+        peak = max(self.plan(program).kept)
+        assert context.stats.peak_kept_gradient_bytes == peak, str(program)
+        first = outline.carried - self.staying
+        gathers = len(outline.gathers) + len(first)
         # A recomputation gathers what no event has brought in.
-        most = planned["gather"] + self.recomputations
-        assert planned["gather"] <= spent.gathers <= most, (spent, str(program))
+        most = gathers + self.recomputations
+        assert gathers <= spent.gathers <= most, (spent, str(program))
         if not self.recomputations:
-            demanded = sum(step.event.unit in step.gathers for step in program.steps)
-            assert spent.on_demand_gathers == demanded, (spent, str(program))
+            demanded = sum(each.gathered == each.waited for each in outline.gathers)
+            assert spent.on_demand_gathers == demanded + len(first), (spent, str(program))
+            size = outline.bytes_gathered + sum(self.sizes[name] for name in first)
+            assert spent.bytes_gathered == size, (spent, str(program))
 
     def _check_gradients(self) -> None:
         totals = self.reference.totals
@@ -543,6 +675,22 @@ def _full(tensor: Any) -> torch.Tensor:
     assert isinstance(tensor, DTensor), "shows an unsharded parameter or gradient"
     full: torch.Tensor = tensor.full_tensor().detach()
     return full
+
+
+def _unit_sizes(chunk: Block) -> list[int]:
+    """Bytes of the units of a chunk that is not sharded yet."""
+    sizes = []
+    for block in _blocks(chunk):
+        if block.node.unit:
+            inner = {
+                parameter
+                for below in _blocks(block)
+                if below.node.unit and below is not block
+                for parameter in below.parameters()
+            }
+            own = set(block.parameters()) - inner
+            sizes.append(sum(parameter.nbytes for parameter in own))
+    return [size for size in sizes if size]
 
 
 def _blocks(chunk: Block) -> Iterator[Block]:
@@ -654,11 +802,25 @@ ENDINGS: tuple[Calls, ...] = (
 
 
 @st.composite
+def endings(draw: st.DrawFn) -> Calls:
+    """The close of a window, and what may come before the next one."""
+    calls = draw(st.sampled_from(ENDINGS))
+    alteration = draw(alterations() | st.none())
+    return calls if alteration is None else (*calls, alteration)
+
+
+@st.composite
+def alterations(draw: st.DrawFn) -> str:
+    """A parameter is frozen, trained again, or changed."""
+    return f"{draw(st.sampled_from(('flip', 'change', 'load')))}{draw(st.integers(0, 11))}"
+
+
+@st.composite
 def windows(draw: st.DrawFn, setup: Setup, calls: Calls) -> Calls:
     """The window of these calls, once or several times, to its close and what follows that."""
     result: Calls = ()
     for _ in range(draw(st.sampled_from((1, 2, 2)))):
-        result += draw(interrupted(setup, calls)) + draw(st.sampled_from(ENDINGS))
+        result += draw(interrupted(setup, calls)) + draw(endings())
     return result
 
 
@@ -770,7 +932,7 @@ class RandomWindows(RuleBasedStateMachine):
         """Between windows."""
         self.play((data.draw(interruptions(self.run.setup), label="call"),))
 
-    @rule(call=st.sampled_from(("abort", "zero")))
+    @rule(call=st.sampled_from(("abort", "zero")) | alterations())
     def between(self, call: str) -> None:
         self.play((call,))
 

@@ -439,7 +439,9 @@ CARRIED = "m F0: a b; m B0: b a"
 
 
 def test_carried_frozen_refuses_a_unit_that_the_optimizer_changes() -> None:
-    program = plan(trace(CARRIED, frozen={"m.a"}), PassOptions(memory_budget=10**6))
+    program = plan(
+        trace(CARRIED, frozen={"m.a"}), PassOptions(memory_budget=10**6, keep_frozen=True)
+    )
     assert program.carried == {"m.a"}
     program.verify()
     with pytest.raises(ProgramError, match=r"m\.b would stay over an optimizer step") as caught:
@@ -455,7 +457,9 @@ def test_carried_at_end_refuses_a_unit_that_is_freed() -> None:
 
 
 def test_freed_at_end_holds_for_all_but_the_carried_units() -> None:
-    program = plan(trace(CARRIED, frozen={"m.a"}), PassOptions(memory_budget=10**6))
+    program = plan(
+        trace(CARRIED, frozen={"m.a"}), PassOptions(memory_budget=10**6, keep_frozen=True)
+    )
     with pytest.raises(ProgramError, match=r"m\.a is never freed"):
         replace(program, carried=frozenset()).verify()
 

@@ -57,7 +57,11 @@ def run(parsed: argparse.Namespace) -> int:
         if options.picture is not None:
             save_picture(options.picture, workload.title, forecasts, floor)
     except OSError as error:
-        raise ForecastError(f"cannot save {error.filename}: {error.strerror}") from error
+        # A full disk is noticed without a name.
+        name = error.filename or ", ".join(
+            str(each) for each in (options.json, options.picture) if each is not None
+        )
+        raise ForecastError(f"cannot save {name}: {error.strerror}") from error
     show(workload.title, forecasts, floor, options.per_rank)
     return 0
 

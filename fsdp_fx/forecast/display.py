@@ -36,7 +36,7 @@ def show(title: str, forecasts: Sequence[Forecast], floor: int, per_rank: bool) 
     header, rows = _by_rank(forecasts) if per_rank else by_policy(forecasts)
     notes = [
         f"A step without communication takes {format_time(floor)}.",
-        "exposed: nothing but waiting for gathers and reductions.",
+        "exposed: nothing but waiting for gathers and reductions, which have the whole bandwidth each.",
         "peak: full parameters and kept full gradients.",
     ]
     if len(forecasts[0].ranks) > 1:

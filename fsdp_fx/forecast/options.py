@@ -39,6 +39,9 @@ _DTYPES = {
 }
 # Of one pipeline rank. More would take hours.
 _MOST_EVENTS = 200_000
+_MOST_LAYERS = 100_000
+# Sums of bytes over a step must fit in 64 bits.
+_MOST_BYTES = 2**62
 
 # What describes a schedule and a model: a trace has both.
 _SCHEDULED = (
@@ -253,6 +256,10 @@ def _scheduled(parsed: argparse.Namespace) -> Workload:
             f"--ranks {ranks} over --pipeline {pipeline}: use 2 or more times as many, so that "
             "each stage is sharded over equally many"
         )
+    if parsed.layers is not None and parsed.layers > _MOST_LAYERS:
+        raise ForecastError(
+            f"--layers {parsed.layers}: more than the {_MOST_LAYERS:,} that are planned"
+        )
     stages = _stages(parsed, pipeline, chunks)
     events = 2 * microbatches * chunks * max(len(units) for units in stages)
     if events > _MOST_EVENTS:
@@ -270,6 +277,7 @@ def _scheduled(parsed: argparse.Namespace) -> Workload:
         _DTYPES[_given(parsed.reduction_dtype, "float32")],
     )
     units = [unit for stage in stages for unit in stage]
+    _require_plannable([spec for stage in specs for spec in stage], events, "the model")
     forwards = {
         spec.name: _forward(parsed, unit, units)
         for own, own_specs in zip(stages, specs, strict=True)
@@ -404,6 +412,7 @@ def _traced(parsed: argparse.Namespace) -> Workload:
         raise ForecastError(f"--trace {error}") from error
     if not trace.events:
         raise ForecastError(f"--trace {file}: has no events")
+    _require_plannable(trace.units, len(trace), f"--trace {file}")
     forwards = None
     if measured is None or any(
         each is not None for each in (parsed.compute, parsed.tokens, parsed.tflops)
@@ -485,12 +494,23 @@ def _default_budgets(traces: Sequence[Trace], planned: bool) -> tuple[Budget, ..
 # Checks and conversions.
 
 
+def _require_plannable(units: Sequence[UnitSpec], events: int, what: str) -> None:
+    if events * sum(unit.bytes + unit.gradient_bytes for unit in units) >= _MOST_BYTES:
+        raise ForecastError(f"{what}: has units of more bytes than any machine has")
+
+
 def _check_outputs(parsed: argparse.Namespace) -> None:
     for name in ("json", "picture"):
         file: Path | None = getattr(parsed, name)
-        if file is not None and file.is_dir():
+        if file is None:
+            continue
+        try:
+            is_folder, has_folder = file.is_dir(), file.parent.is_dir()
+        except OSError as error:  # the name is too long
+            raise ForecastError(f"--{name} {file}: {error.strerror}") from error
+        if is_folder:
             raise ForecastError(f"--{name} {file}: is a folder")
-        if file is not None and not file.parent.is_dir():
+        if not has_folder:
             raise ForecastError(f"--{name} {file}: there is no folder {file.parent}")
     if parsed.picture is not None and parsed.picture.suffix.lower() not in (".png", ".svg"):
         raise ForecastError(f"--picture {parsed.picture}: use .png or .svg")

@@ -50,7 +50,9 @@ class PassOptions:
             those that the memory budget has room for.
         memory_budget: bytes of full parameters and full gradients that may stay resident at
             an event, beyond the units in use and those that the lookahead covers; ``"auto"``
-            for what fits under the recorded peak; ``None`` to keep nothing.
+            for what fits under the recorded peak; ``None`` to plan nothing.
+        keep_frozen: whether frozen units may stay resident from one window to the next,
+            within the budget.
 
     Raises:
         ValueError: a value is none of these, or an option has no effect without another.
@@ -60,6 +62,7 @@ class PassOptions:
     backward_prefetch: Lookahead = None
     reduce_gradients: ReduceGradients = "per_backward"
     memory_budget: MemoryBudget = None
+    keep_frozen: bool = False
 
     def __post_init__(self) -> None:
         for name in ("forward_prefetch", "backward_prefetch"):
@@ -75,14 +78,19 @@ class PassOptions:
             "memory_budget",
             self.memory_budget,
             "auto",
-            'not a number of bytes: use None or 0 to keep nothing, a positive int, or "auto" for '
-            "what fits under the recorded peak",
+            "not a number of bytes: use None to plan nothing, 0 to keep what costs nothing, a "
+            'positive int, or "auto" for what fits under the recorded peak',
         )
         known = get_args(ReduceGradients)
         if self.reduce_gradients not in known:
             choices = " or ".join(f'"{choice}"' for choice in known)
             raise ValueError(
                 f"reduce_gradients={self.reduce_gradients!r} is unknown: use {choices}"
+            )
+        if self.keep_frozen and not isinstance(self.memory_budget, int):
+            raise ValueError(
+                f"keep_frozen=True has no effect with memory_budget={self.memory_budget!r}: give "
+                "bytes to keep frozen units in, which stay through the optimizer step as well"
             )
         if self.memory_budget is None:
             if self.reduce_gradients == "planned":
@@ -161,6 +169,7 @@ PASSES: tuple[Pass, ...] = (
             options.forward_prefetch,
             options.backward_prefetch,
             options.reduce_gradients == "planned",
+            options.keep_frozen,
             measurements,
         ),
     ),

@@ -33,6 +33,7 @@ def keep_resident(
     forward: Lookahead,
     backward: Lookahead,
     gradients: bool,
+    frozen: bool,
     measurements: Measurements,
 ) -> Program:
     """Keep what saves the most bytes of communication within the budget.
@@ -45,6 +46,7 @@ def keep_resident(
         forward: lookahead of forward events.
         backward: lookahead of backward events.
         gradients: whether full gradients may be kept.
+        frozen: whether frozen units may be kept for the next window.
         measurements: with the recorded room, for ``"auto"``.
 
     Returns:
@@ -67,7 +69,7 @@ def keep_resident(
     reductions = [position for position, step in enumerate(program.steps) if step.reduces]
     forced = kept_gradient_bytes(trace, reductions)
     needed = needed_bytes(trace)
-    kept = keep(trace, there, covered, room, gradients=gradients, carries=isinstance(budget, int))
+    kept = keep(trace, there, covered, room, gradients=gradients, carries=frozen)
     graph = program.copy_graph()
     merge_intervals(graph, trace, kept.gathers)
     for node in graph.find_nodes(op="call_function", target=reduce):

@@ -27,6 +27,7 @@ def outline(
     backward_prefetch: Lookahead = None,
     memory_budget: int | None = None,
     reduce_gradients: Literal["per_backward", "per_window", "planned"] = "per_backward",
+    keep_frozen: bool = False,
     durations: Durations | None = None,
 ) -> Outline:
     """What the program of a window would do.
@@ -37,6 +38,7 @@ def outline(
         backward_prefetch: lookahead of backward events.
         memory_budget: bytes, or None to keep nothing.
         reduce_gradients: when gradients are reduced.
+        keep_frozen: whether frozen units may stay for the next window.
         durations: for a lookahead of ``"timed"``.
 
     Raises:
@@ -54,7 +56,12 @@ def outline(
         covered = covered_from(trace, forward_prefetch, backward_prefetch)
         room = budgeted_room(memory_budget, lookahead_bytes(trace, there, covered))
         kept = keep(
-            trace, there, covered, room, gradients=reduce_gradients == "planned", carries=True
+            trace,
+            there,
+            covered,
+            room,
+            gradients=reduce_gradients == "planned",
+            carries=keep_frozen,
         )
         forced = kept_gradient_bytes(trace, reductions)
         reductions = [position for position in reductions if position not in kept.reductions]
