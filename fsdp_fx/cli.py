@@ -7,6 +7,7 @@ cannot be done as asked exits with 2 and one line on stderr.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -45,9 +46,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             parser.error(f"argument --{name.replace('_', '-')}: expected one argument")
     execute: Callable[[argparse.Namespace], int] = parsed.execute
     try:
-        return execute(parsed)
+        code = execute(parsed)
+        sys.stdout.flush()
+        return code
     except (demo.DemoError, forecast.ForecastError, view.ViewError) as error:
         parser.error(str(error))
+    except BrokenPipeError:  # whoever reads, `head` for one, has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except KeyboardInterrupt:
         return 130
 

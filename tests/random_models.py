@@ -94,6 +94,7 @@ class Setup(_Short):
         forward_prefetch: of the context.
         backward_prefetch: of the context.
         memory_budget: of the context.
+        keep_frozen: of the context.
         reduce_gradients: of the context.
     """
 
@@ -104,13 +105,14 @@ class Setup(_Short):
     forward_prefetch: Lookahead = None
     backward_prefetch: Lookahead = None
     memory_budget: int | None = None
+    keep_frozen: bool = False
     reduce_gradients: ReduceGradients = "per_backward"
 
     @property
     def options(self) -> dict[str, Any]:
         """What the context is made with."""
         lookaheads = ("forward_prefetch", "backward_prefetch")
-        names = ("mode", *lookaheads, "memory_budget", "reduce_gradients")
+        names = ("mode", *lookaheads, "memory_budget", "keep_frozen", "reduce_gradients")
         return {name: getattr(self, name) for name in names}
 
     @property
@@ -291,5 +293,6 @@ def setups(
         forward_prefetch=draw(lookahead),
         backward_prefetch=draw(lookahead),
         memory_budget=budget,
+        keep_frozen=budget is not None and draw(st.sampled_from((True, True, False))),
         reduce_gradients=draw(st.sampled_from(reductions)),
     )

@@ -514,7 +514,7 @@ def test_window_that_goes_on_without_a_frozen_unit_frees_it() -> None:
 
 @on_two_ranks()
 def test_frozen_unit_stays_where_a_window_goes_on_with_another_program() -> None:
-    twin = Twin(linears(2), linears(2), memory_budget=EVERYTHING)
+    twin = Twin(linears(2), linears(2), memory_budget=EVERYTHING, keep_frozen=True)
     for chunk in (twin.chunks[1], twin.whole[1]):
         chunk.requires_grad_(False)
     # They part before the frozen units are first used.
@@ -522,11 +522,7 @@ def test_frozen_unit_stays_where_a_window_goes_on_with_another_program() -> None
     for calls in (*windows, windows[0]):
         twin.window(calls)
     frozen = [unit for unit in twin.context.units if unit.spec.chunk == "c1"]
-    assert all(unit.unsharded for unit in frozen), (
-        frozen,
-        resident(twin.context),
-        [(p.carried, str(p)) for p in twin.context.programs],
-    )
+    assert all(unit.unsharded for unit in frozen)
     gathered = [unit.collectives for unit in frozen]
     for calls in reversed(2 * windows):
         assert twin.window(calls).switches == 1
@@ -535,7 +531,7 @@ def test_frozen_unit_stays_where_a_window_goes_on_with_another_program() -> None
 
 @on_two_ranks()
 def test_deleted_chunk_takes_what_stayed_of_it_along() -> None:
-    twin = Twin(linears(2), linears(2), memory_budget=EVERYTHING)
+    twin = Twin(linears(2), linears(2), memory_budget=EVERYTHING, keep_frozen=True)
     context = twin.context
     chunk: Any
     for chunk in (twin.chunks[1], twin.whole[1]):
@@ -918,6 +914,11 @@ def test_what_is_no_number_of_bytes_is_refused(budget: Any) -> None:
     ("options", "message"),
     [
         ({"reduce_gradients": "planned"}, 'reduce_gradients="planned" needs a memory_budget'),
+        ({"keep_frozen": True}, "keep_frozen=True has no effect with memory_budget=None"),
+        (
+            {"keep_frozen": True, "memory_budget": "auto"},
+            "keep_frozen=True has no effect with memory_budget='auto'",
+        ),
         ({"forward_prefetch": "timed"}, 'forward_prefetch="timed" needs a memory_budget'),
         ({"backward_prefetch": "timed"}, 'backward_prefetch="timed" needs a memory_budget'),
         ({"backward_prefetch": "soon", "memory_budget": 1}, "backward_prefetch='soon' is not"),

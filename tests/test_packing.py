@@ -96,6 +96,41 @@ def test_what_is_taken_equals_exhaustive_search(instance: tuple[list[Item], list
     assert result.unproven == 0
 
 
+@pytest.mark.parametrize("seed", range(40))
+def test_of_items_of_one_size_the_most_are_taken(seed: int) -> None:
+    generator = random.Random(seed)
+    items = []
+    for _ in range(12):
+        start = generator.randrange(PLACES)
+        stop = min(PLACES, start + generator.randint(1, 5))
+        items.append(Item(7, 7, ((start, stop),)))
+    capacity = [generator.randint(6, 30) for _ in range(PLACES)]
+    result = pack(items, capacity)
+    require_fit(items, capacity, result)
+    assert worth(items, result.taken) == best_worth(items, capacity)
+    assert result.unproven == 0
+
+
+def test_what_only_fits_within_a_solvers_tolerance_is_not_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Together one byte too large, a billionth of the room.
+    size = 10**9
+    pairs = [
+        (
+            Item(size, 2 * size, ((place, place + 2),)),
+            Item(size + 1, 3 * size, ((place, place + 2),)),
+        )
+        for place in range(12)
+    ]
+    items = [item for pair in pairs for item in pair]
+    capacity = [2 * size] * 14
+    monkeypatch.setattr(packing, "_WIDTHS", (1, 1))
+    result = pack(items, capacity)
+    require_fit(items, capacity, result)
+    assert worth(items, result.taken) <= best_worth(items, capacity)
+
+
 @pytest.mark.parametrize("program", [False, True])
 def test_what_is_not_proven_is_a_true_bound(program: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """With tables so narrow that they lose the best, with and without what comes after them."""

@@ -90,7 +90,8 @@ def most_bytes_saved(window: Trace, options: PassOptions, room: Sequence[int]) -
         if options.reduce_gradients == "planned":
             own = contributions(window).get(unit.name, [])
             for first, second in pairwise(own):
-                span = range(window.ends[first] + 1, window.ends[second] + 1)
+                tail = options.memory_budget == "auto"  # an allocator holds more there
+                span = range(window.ends[first] + (not tail), window.ends[second] + 1)
                 choices.append((unit.gradient_bytes, list(span)))
 
     def search(index: int, left: list[int]) -> int:

@@ -207,7 +207,6 @@ class Run:
             # What is too little for any unit is refused.
             sizes = [size for chunk in whole for size in _unit_sizes(chunk)]
             options["memory_budget"] = max(setup.memory_budget, min(sizes))
-            options["keep_frozen"] = True
         self.context = FSDPContext(**options)
         self.context.adopt(*self.chunks)
         self.units = {unit.spec.name: unit for unit in self.context.units}
@@ -229,7 +228,7 @@ class Run:
             for parameter in unit.sharded_parameters
         }
         self.optimizers = [
-            torch.optim.SGD(parameters, 0.01)
+            torch.optim.SGD(parameters, 1e-4)
             for parameters in ([p for _, p in self.names], self.reference.parameters)
         ]
         # By what is trained: the events of windows by their calls.

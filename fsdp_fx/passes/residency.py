@@ -69,7 +69,15 @@ def keep_resident(
     reductions = [position for position, step in enumerate(program.steps) if step.reduces]
     forced = kept_gradient_bytes(trace, reductions)
     needed = needed_bytes(trace)
-    kept = keep(trace, there, covered, room, gradients=gradients, carries=frozen)
+    kept = keep(
+        trace,
+        there,
+        covered,
+        room,
+        gradients=gradients,
+        from_tail=budget == "auto",
+        carries=frozen,
+    )
     graph = program.copy_graph()
     merge_intervals(graph, trace, kept.gathers)
     for node in graph.find_nodes(op="call_function", target=reduce):

@@ -250,7 +250,8 @@ class _Component:
         )
         if found.x is None:
             return best
-        bound = -found.mip_dual_bound * float(self.value.max())
+        # HiGHS stops at an absolute gap of 1e-6.
+        bound = (1e-6 - found.mip_dual_bound) * float(self.value.max())
         limit = int((bound * (1 + 1e-9) + 1e-3 * step) // step) * step
         taken = tuple(np.flatnonzero(found.x > 0.5).tolist())
         worth = int(self.value[list(taken)].sum())

@@ -74,6 +74,7 @@ def keep(
     room: Sequence[int],
     *,
     gradients: bool = False,
+    from_tail: bool = False,
     carries: bool = False,
 ) -> Kept:
     """Choose what stays resident, so that the fewest bytes are gathered and reduced.
@@ -85,6 +86,9 @@ def keep(
         room: bytes that may be resident at each event beyond the units in use there and the
             gradients that are kept at any rate.
         gradients: whether full gradients may be kept between two backwards of their unit.
+        from_tail: whether a gradient counts at the event with which its backward ends, too:
+            where room is what an allocator has left, for at that moment the buffer of the
+            reduction before is still held.
         carries: whether frozen units may stay from one window to the next.
 
     Returns:
@@ -148,7 +152,8 @@ def keep(
             if name in last:
                 size = units[name].gradient_bytes
                 # What a backward adds to is there in the whole of it.
-                gap = ((trace.ends[last[name]] + 1, trace.ends[position] + 1),)
+                start = trace.ends[last[name]] + (0 if from_tail else 1)
+                gap = ((start, trace.ends[position] + 1),)
                 add(Item(size, size, gap), None, last[name], None)
             last[name] = position
     packing = pack(items, capacity)
