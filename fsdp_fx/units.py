@@ -369,6 +369,8 @@ class Unit:
             whole, local = parameter.sharded_param, parameter._sharded_local_tensor
             if whole.is_inference() or local.is_inference():
                 return None  # these have no version
+            if whole.grad is not None:
+                return None  # from before it was frozen: an optimizer goes on changing it
             shards.append((local.data_ptr(), local._version, whole._version))
         return tuple(shards)
 

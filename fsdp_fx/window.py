@@ -731,7 +731,8 @@ class Window:
             meter.close()
         self.flush_gradients()
         stay = self.following.carried if self.following is not None else frozenset()
-        self.residency.free_idle([unit for unit in self.units if unit not in stay])
+        # What is still on its way is a prefetch of a longer program that was left at the close.
+        self.residency.free_idle([u for u in self.units if u not in stay or u.in_flight])
         stats = self.residency.stats
         trace = None
         if self.following is not None:

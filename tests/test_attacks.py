@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import fsdp_fx
 from ranks import RankPools
@@ -305,3 +305,76 @@ def _forgets_the_context(mode: str) -> None:
 @pytest.mark.parametrize("mode", ["registration", "recorded"])
 def test_training_after_the_context_was_deleted_is_refused(ranks: RankPools, mode: str) -> None:
     ranks(2).run(_forgets_the_context, mode)
+
+
+class Twice(nn.Module):
+    """Uses its only layer twice, and throws one result away."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(DIM, DIM, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.layer(x)
+        result: torch.Tensor = self.layer(x)
+        return result
+
+
+def _keeps_in_the_reduction_dtype(reductions: Any) -> None:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    chunk: Any = Twice()
+    weight = chunk.layer.weight.detach().bfloat16()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    fully_shard(chunk.layer, mesh=mesh, mp_policy=policy)
+    context = fsdp_fx.FSDPContext(
+        "recorded", memory_budget=1 << 40, reduce_gradients=reductions, forward_prefetch=0
+    )
+    context.adopt(chunk)
+    rank = dist.get_rank()
+    for _ in range(2):
+        chunk.zero_grad()
+        for seed in range(4):
+            once(chunk, rank, seed)
+        context.finish_grad_sync()
+    total = torch.zeros(DIM, DIM)
+    for seed in range(4):
+        full = weight.clone().requires_grad_()
+        mean_square(batch(rank, seed).bfloat16() @ full.T).backward()
+        assert full.grad is not None
+        total += full.grad.float()
+    dist.all_reduce(total)
+    found = chunk.layer.weight.grad.full_tensor()
+    assert torch.equal(found, total / dist.get_world_size())
+    assert context.stats.peak_kept_gradient_bytes == 4 * DIM * DIM
+
+
+@pytest.mark.parametrize("reductions", ["planned", "per_window"])
+def test_kept_gradients_of_a_unit_with_a_use_that_is_not_in_the_loss_are_in_the_reduction_dtype(
+    ranks: RankPools, reductions: str
+) -> None:
+    ranks(2).run(_keeps_in_the_reduction_dtype, reductions)
+
+
+def _optimizer_goes_on_with_a_frozen_unit() -> None:
+    chunk = Stack()
+    pair = Pair(chunk, list(chunk.layers), memory_budget=1 << 40, keep_frozen=True)
+    for side in (pair.chunk, pair.whole):
+        side.layers[1].requires_grad_(False)
+        for parameter in side.layers[1].parameters():
+            parameter.grad = torch.ones_like(parameter)
+    for _ in range(4):
+        output = pair.chunk(batch(dist.get_rank()))
+        torch.testing.assert_close(output, pair.whole(batch(dist.get_rank())))
+        mean_square(output).backward()
+        pair.context.finish_grad_sync()
+        for side in (pair.chunk, pair.whole):
+            # It leaves no trace in the version counters of sharded parameters.
+            torch.optim.SGD(side.layers[1].parameters(), 0.1, foreach=True).step()
+    assert pair.context.program is not None
+    assert pair.context.program.carried == {"c0.layers.1"}
+
+
+def test_frozen_unit_that_has_gradients_from_before_does_not_stay_over_an_optimizer_step(
+    ranks: RankPools,
+) -> None:
+    ranks(2).run(_optimizer_goes_on_with_a_frozen_unit)

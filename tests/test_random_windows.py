@@ -59,7 +59,7 @@ from fsdp_fx.program import Program
 from fsdp_fx.residency import Stats
 from fsdp_fx.units import unit_of_tensor
 from models import cpu_mesh
-from random_models import DTYPE, WIDTH, Block, Node, Probe, Setup, Use, setups
+from random_models import DTYPE, EVERYTHING, WIDTH, Block, Node, Probe, Setup, Use, setups
 from ranks import RankPools, clean_up
 
 MICROBATCHES = 3
@@ -525,8 +525,12 @@ class Run:
         return tuple(parameter.requires_grad for _, parameter in self.names)
 
     def _drop_changed(self) -> None:
-        """A window opens, or an evaluation between windows: what has changed does not stay."""
-        self.staying -= self.changed
+        """A window opens, or an evaluation between windows: what has changed does not stay.
+
+        Nor what has a gradient, with which an optimizer may have changed it.
+        """
+        stepped = {self.unit_of[id(p)].spec.name for _, p in self.names if p.grad is not None}
+        self.staying -= self.changed | stepped
 
     def resident(self) -> set[str]:
         """The units that are there or on their way."""
@@ -559,8 +563,7 @@ class Run:
         assert kept <= plan.kept[position], problem
         if stats.switches == self.at_begin.switches:
             assert kept == plan.kept[position], problem
-        # A recomputation may bring in what the program does not have there.
-        if plan.capacity is not None and (self.reading == "F" or not self.setup.recomputes):
+        if plan.capacity is not None:
             assert stats.resident_bytes + kept <= plan.capacity[position], "beyond the capacity"
 
     def _read(self, weight: torch.Tensor) -> None:
@@ -570,7 +573,8 @@ class Run:
         if self.reading == "B":
             unit = unit_of_tensor(weight)
             assert unit is not None
-            self._check_kept(unit.spec.name)
+            if not self.setup.recomputes:  # a recomputation reads before its unit's event
+                self._check_kept(unit.spec.name)
             self._tick()
 
     def _tick(self) -> None:
@@ -1034,12 +1038,40 @@ FOUND = {
         ),
         f"{BOTH_WINDOWS} {BOTH_WINDOWS}",
     ),
+    "a use that is not in the loss, of a unit whose gradient is kept": Scenario(
+        Setup(
+            (
+                Node(
+                    children=(Node(own="first", unit=True),),
+                    uses=(Use(0, dropped=True), Use(0)),
+                ),
+            ),
+            memory_budget=EVERYTHING,
+            reduce_gradients="planned",
+        ),
+        f"{BOTH_WINDOWS} {BOTH_WINDOWS}",
+    ),
 }
 
 
 # What the draws seldom reach: each is the only one to notice a certain fault.
 
 SELDOM = {
+    "a frozen unit that stays is changed, by an optimizer too, trained, and frozen again": Scenario(
+        Setup(
+            (
+                Node(
+                    children=(Node(own="first", unit=True), Node(own="first", unit=True)),
+                    uses=(Use(0), Use(1)),
+                ),
+            ),
+            memory_budget=EVERYTHING,
+            keep_frozen=True,
+        ),
+        f"{BOTH_WINDOWS.removesuffix(' zero')} flip0 flip1 {BOTH_WINDOWS} {BOTH_WINDOWS} change0 "
+        f"c0E:eval {BOTH_WINDOWS} load1 {BOTH_WINDOWS} flip0 {BOTH_WINDOWS} flip0 {BOTH_WINDOWS} "
+        f"c0F0 c0B0 close c0E:no_grad {BOTH_WINDOWS} c0F0 abort {BOTH_WINDOWS}",
+    ),
     "an abort while contributions are missing": Scenario(
         Setup(
             (
