@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     except BrokenPipeError:  # whoever reads, `head` for one, has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        return 1  # as rich does
     except KeyboardInterrupt:
         return 130
 

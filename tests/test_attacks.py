@@ -358,7 +358,8 @@ def test_kept_gradients_of_a_unit_with_a_use_that_is_not_in_the_loss_are_in_the_
 def _optimizer_goes_on_with_a_frozen_unit() -> None:
     chunk = Stack()
     pair = Pair(chunk, list(chunk.layers), memory_budget=1 << 40, keep_frozen=True)
-    for side in (pair.chunk, pair.whole):
+    sides: list[Any] = [pair.chunk, pair.whole]
+    for side in sides:
         side.layers[1].requires_grad_(False)
         for parameter in side.layers[1].parameters():
             parameter.grad = torch.ones_like(parameter)
@@ -367,7 +368,7 @@ def _optimizer_goes_on_with_a_frozen_unit() -> None:
         torch.testing.assert_close(output, pair.whole(batch(dist.get_rank())))
         mean_square(output).backward()
         pair.context.finish_grad_sync()
-        for side in (pair.chunk, pair.whole):
+        for side in sides:
             # It leaves no trace in the version counters of sharded parameters.
             torch.optim.SGD(side.layers[1].parameters(), 0.1, foreach=True).step()
     assert pair.context.program is not None

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import errno
 import importlib.util
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from functools import partial
 from importlib.machinery import ModuleSpec
@@ -245,3 +248,30 @@ def test_an_interruption_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(demo, "run", interrupt)
     assert cli.main(["demo"]) == 130
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ("--layers 99999999999 --hidden 64", "--layers 99999999999: more than the 100,000"),
+        ("--layers 4 --hidden 999999999999999", "has units of more bytes than any machine has"),
+        ("--layers=-- --hidden 64", "argument --layers: expected one argument"),
+        (f"--layers 4 --hidden 64 --json {'a' * 5000}", "File name too long"),
+    ],
+)
+def test_plan_of_an_absurd_size_is_refused_at_once(
+    arguments: str, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert says in _refusal(capsys, "plan", *arguments.split())
+
+
+def test_output_that_nobody_reads_to_its_end_is_no_traceback(tmp_path: Path) -> None:
+    file = tmp_path / "trace.json"
+    save_trace(trace("m F0: a; m B0: a"), file)
+    for arguments in (["plan", "--layers", "4", "--hidden", "64"], ["view", str(file)]):
+        reading, writing = os.pipe()
+        os.close(reading)
+        command = [sys.executable, "-m", "fsdp_fx", *arguments]
+        done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE)
+        os.close(writing)
+        assert (done.returncode, done.stderr) == (1, b"")

@@ -443,7 +443,8 @@ class Run:
         assert context.window.cursor == 0
         self.staying = self.resident()
         assert self.staying <= stays if mine.switches else self.staying == stays
-        self.changed.clear()
+        # An optimizer may go on changing what has a gradient from before it was frozen.
+        self.changed = {self.unit_of[id(p)].spec.name for _, p in self.names if p.grad is not None}
 
     def _emptied(self) -> None:
         """A window has closed by itself in which no unit computed."""
@@ -482,9 +483,6 @@ class Run:
             return
         for parameter, total in self.reference.totals.items():
             parameter.grad = total
-        for _, stepped in self.names:
-            if stepped.grad is not None:  # one that was trained before it was frozen, too
-                self.changed.add(self.unit_of[id(stepped)].spec.name)
         for optimizer in self.optimizers:
             optimizer.step()
         self.reference.drop_gradients()
@@ -525,12 +523,8 @@ class Run:
         return tuple(parameter.requires_grad for _, parameter in self.names)
 
     def _drop_changed(self) -> None:
-        """A window opens, or an evaluation between windows: what has changed does not stay.
-
-        Nor what has a gradient, with which an optimizer may have changed it.
-        """
-        stepped = {self.unit_of[id(p)].spec.name for _, p in self.names if p.grad is not None}
-        self.staying -= self.changed | stepped
+        """A window opens, or an evaluation between windows: what has changed does not stay."""
+        self.staying -= self.changed
 
     def resident(self) -> set[str]:
         """The units that are there or on their way."""
