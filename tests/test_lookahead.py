@@ -225,7 +225,7 @@ def lateness(result: Outline, issued: Mapping[int, int], durations: Durations) -
     return worst
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=80)
 @given(measured_windows())
 def test_gathers_with_room_are_as_late_as_possible_and_in_time(
     drawn: tuple[Trace, Durations],

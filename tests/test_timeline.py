@@ -200,7 +200,7 @@ def kept_after_each_event(program: Program) -> list[int]:
 
 
 @given(planned())
-@settings(max_examples=60)
+@settings(max_examples=30)
 def test_memory_is_what_is_gathered_and_kept_at_every_event(
     case: tuple[Program, Durations | None],
 ) -> None:
@@ -213,7 +213,7 @@ def test_memory_is_what_is_gathered_and_kept_at_every_event(
 
 
 @given(planned())
-@settings(max_examples=60)
+@settings(max_examples=30)
 def test_memory_in_time_is_that_of_the_simulation(case: tuple[Program, Durations | None]) -> None:
     program, durations = case
     lanes = lanes_of(program, durations or steady(program.trace))
@@ -227,7 +227,7 @@ def test_memory_in_time_is_that_of_the_simulation(case: tuple[Program, Durations
 
 
 @given(planned())
-@settings(max_examples=60)
+@settings(max_examples=30)
 def test_segments_of_a_unit_never_overlap_in_time(case: tuple[Program, Durations | None]) -> None:
     lanes = lanes_of(*case)
     for unit in lanes.program.trace.units:
@@ -572,7 +572,7 @@ def test_json_in_time_is_in_microseconds(tmp_path: Path) -> None:
 
 
 @given(planned())
-@settings(max_examples=100)
+@settings(max_examples=50)
 def test_spans_of_a_json_thread_are_nested_or_disjoint(
     case: tuple[Program, Durations | None],
 ) -> None:
