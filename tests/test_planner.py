@@ -112,7 +112,7 @@ def most_bytes_saved(window: Trace, options: PassOptions, room: Sequence[int]) -
     return free + search(0, list(room))
 
 
-@settings(deadline=None, max_examples=120)
+@settings(deadline=None, max_examples=70)
 @given(windows(), OPTIONS)
 def test_the_fewest_bytes_are_communicated_of_all_that_could_be_kept(
     window: Trace, options: PassOptions
@@ -302,7 +302,7 @@ TIMED = st.sampled_from((0, None, 10, 40, 200, "timed"))
 TIMED_OPTIONS = st.builds(PassOptions, TIMED, TIMED, REDUCTIONS, BUDGETS, st.booleans())
 
 
-@settings(deadline=None, max_examples=120)
+@settings(deadline=None, max_examples=70)
 @given(windows(calls=10), TIMED_OPTIONS, st.data())
 def test_the_plan_without_its_graph_is_that_of_the_passes(
     window: Trace, options: PassOptions, data: st.DataObject

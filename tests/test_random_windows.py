@@ -945,7 +945,7 @@ def test_random_windows_equal_the_reference(alone: DeviceMesh, examples: int | N
     class Machine(RandomWindows):
         mesh = alone
 
-    _run_machine(Machine, _settings(examples, 250, stateful_step_count=3))
+    _run_machine(Machine, _settings(examples, 200, stateful_step_count=3))
 
 
 @pytest.mark.slow
