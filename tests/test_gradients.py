@@ -499,6 +499,7 @@ with collectives:
     for _ in range(2):
         assert pair.window() == 2 * 6
 print(hash("a string"), "|", *(unit.spec.name for unit in pair.context.units), *collectives.seen)
+dist.destroy_process_group()  # its threads must have ended when the process does
 """
 
 

@@ -6,6 +6,7 @@ import logging
 
 import pytest
 
+from fsdp_fx.passes import PassOptions
 from fsdp_fx.report import Report
 from fsdp_fx.residency import Stats
 
@@ -22,7 +23,7 @@ def test_windows_that_leave_their_program_are_logged_one_by_one_up_to_a_limit(
     assert messages[0].startswith("fell back: window 0")
     assert "at event 5" in messages[5]
     assert [m for m in messages if "further ones are counted in explain()" in m] == messages[-1:]
-    text = report.explain("recorded", Stats(), ("c0",), ())
+    text = report.explain("recorded", PassOptions(), Stats(), ("c0",), ())
     assert text.count("left its program and was recorded") == 1
     assert "window 99" in text
     assert "(100 times)" in text
