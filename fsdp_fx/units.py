@@ -145,6 +145,7 @@ PRIVATE_NAMES: dict[type, tuple[str | tuple[str, str], ...]] = {
         "all_gather_stream",
         "all_gather_state",
         "post_forward_order",
+        "reduce_scatter_stream",
         ("reduce_scatter_states", "reduce_scatter_state"),
     ),
 }

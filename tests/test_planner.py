@@ -143,6 +143,16 @@ def test_the_fewest_bytes_are_communicated_under_any_recorded_room(
     assert program.carried == frozenset()
 
 
+def test_under_a_recorded_room_a_kept_gradient_counts_where_its_backward_ends() -> None:
+    # There the buffer of the reduction before is still held. Events: F0 B0 F1 B1.
+    window = trace("m F0: a; m B0: a; m F1: a; m B1: a")
+    options = PassOptions(0, 0, "planned", "auto")
+    for at_the_backward, reductions in ((400, 1), (399, 2)):
+        room = (0, at_the_backward, 400, 400)
+        program = plan(window, options, Measurements(room=room))
+        assert len(outline_of(program).reductions) == reductions
+
+
 def working_set(window: Trace, options: PassOptions) -> list[int]:
     return [
         sum(
