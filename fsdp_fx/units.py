@@ -223,6 +223,11 @@ class Communication:
         """The stream that reductions run on."""
         return self._stream("reduce_scatter_stream")
 
+    @property
+    def captured(self) -> bool:
+        """Whether the current stream is being captured into a CUDA graph."""
+        return self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
     def _stream(self, name: str) -> torch.Stream | None:
         return None if self._device.type == "cpu" else getattr(self._comm_context, name)
 

@@ -155,8 +155,13 @@ class Window:
             training: False for an evaluation.
             compiled: whether it runs under torch.compile.
             module: the unit whose module is entered, if it is not the chunk.
+
+        Raises:
+            RuntimeError: a CUDA graph is being captured.
+            IncompleteWindowError: an exception has crossed the window.
         """
         self.close_if_overdue()
+        self._refuse_capture(f"the forward of chunk {chunk}")
         training = training and not self._evaluating
         microbatch = -1
         if training:
@@ -181,6 +186,16 @@ class Window:
                 self.communication.wait_for_compute()
         self.current.append(call)
         return call
+
+    def _refuse_capture(self, what: str) -> None:
+        # Replayed, a CUDA graph would repeat kernels, but no cursor, no count of uses, and
+        # no allocation: its addresses would be those of parameters that are freed by then.
+        if self.communication is not None and self.communication.captured:
+            raise RuntimeError(
+                f"{what} of window {self.number} is being captured into a CUDA graph, which cannot "
+                "gather and free parameters when it is replayed: run the step without "
+                "torch.cuda.graph(), or capture parts that no context schedules"
+            )
 
     def close_call(self, call: ForwardCall, needs_backward: bool) -> None:
         """A chunk's forward returned.
@@ -548,7 +563,8 @@ class Window:
         """A backward through ``call`` reaches one of its units or outputs.
 
         Raises:
-            RuntimeError: ``call`` belongs to a window that is closed or aborted.
+            RuntimeError: ``call`` belongs to a window that is closed or aborted, or a CUDA
+                graph is being captured.
         """
         if call.training and call.window != self.number:
             remedy = (
@@ -561,6 +577,7 @@ class Window:
                 f"backward through {call}, a forward of window {call.window}, but that window "
                 f"is closed or aborted: {remedy}; run the forward again after abort()"
             )
+        self._refuse_capture(f"the backward of {call}")
         call.has_backward = True
         self._trains = self._trains or call.training
         self.backward_call = call

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import fsdp_fx
+from fsdp_fx.units import Communication
 
 
 def _adopted() -> tuple[nn.Module, fsdp_fx.FSDPContext, torch.optim.Optimizer]:
@@ -83,3 +84,23 @@ def test_explain_says_that_no_window_was_ever_closed() -> None:
     model(torch.ones(2, 4)).sum().backward()
     assert "no window was closed: call finish_grad_sync()" in context.explain()
     assert "no chunk is adopted" in fsdp_fx.FSDPContext().explain()
+
+
+@pytest.mark.usefixtures("fake_group")
+@pytest.mark.parametrize("when", ["forward", "backward"])
+def test_capture_into_a_cuda_graph_is_refused_before_anything_is_gathered(
+    when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, context, optimizer = _adopted()
+    loss = model(torch.ones(2, 4)).sum() if when == "backward" else None
+    gathers = context.stats.gathers
+    # There is nothing to capture on a CPU; tests/gpu does it for real.
+    with monkeypatch.context() as captured:
+        captured.setattr(Communication, "captured", True)
+        with pytest.raises(RuntimeError, match=rf"the {when} of .*run the step without torch.cuda"):
+            model(torch.ones(2, 4)) if loss is None else loss.backward()
+    assert context.stats.gathers == gathers
+    context.abort()
+    model(torch.ones(2, 4)).sum().backward()
+    context.finish_grad_sync()
+    optimizer.step()

@@ -13,13 +13,19 @@ from typing import Any
 
 import torch
 
-from ..calls import Backward
+from ..calls import Backward, ForwardCall
 from ..torch_internals import PassMarker, current_graph_task, queue_callback, tensor_hooks
 from ..units import Unit
 from ..window import Window
-from .tensors import differentiable_tensors, map_tensors
+from .tensors import map_tensors
 
-__all__ = ["accumulates", "mark_inputs", "watch_output", "watch_pass"]
+__all__ = [
+    "accumulates",
+    "mark_inputs",
+    "refuse_double_backward",
+    "watch_output",
+    "watch_pass",
+]
 
 
 class _OutputHook:
@@ -80,7 +86,15 @@ def mark_inputs(
     Returns:
         The inputs to go on with; None if none of them needs a gradient.
     """
-    tensors = differentiable_tensors((args, kwargs))
+    # Not by differentiable_tensors(), which finds more than can be replaced.
+    tensors: list[torch.Tensor] = []
+
+    def collect(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.requires_grad:
+            tensors.append(tensor)
+        return tensor
+
+    map_tensors(collect, (args, kwargs))
     if not tensors:
         return None
     marked = iter(_EndOfBackward.apply(backward, _marker.leaf, *tensors))
@@ -93,6 +107,26 @@ def mark_inputs(
 def watch_output(backward: Backward, tensor: torch.Tensor) -> None:
     """Have ``backward`` begin when a gradient of ``tensor`` arrives."""
     _OutputHook.of(tensor).backwards.append(backward)
+
+
+def refuse_double_backward(call: ForwardCall, unit: str) -> None:
+    """Raise, before anything has happened, if the backward that begins is to be differentiated.
+
+    Args:
+        call: the forward call that it belongs to.
+        unit: what messages call the unit.
+
+    Raises:
+        RuntimeError: it was started with ``create_graph=True``.
+    """
+    # Autograd runs hooks with gradients on exactly then.
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            f"backward with create_graph=True through {call}, unit {unit}: its full parameters "
+            "are freed after this backward, so that a second one through it cannot run; "
+            "differentiate once, or keep what needs second derivatives out of adopted modules. "
+            "Nothing has been reduced: backward() without create_graph may follow"
+        )
 
 
 def watch_pass(window: Window, pass_end: Callable[[], None]) -> None:

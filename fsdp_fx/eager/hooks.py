@@ -39,7 +39,13 @@ from ..torch_internals import (
 )
 from ..units import ShardedModule, Unit, unit_of_tensor
 from ..window import Window
-from .backward import accumulates, mark_inputs, watch_output, watch_pass
+from .backward import (
+    accumulates,
+    mark_inputs,
+    refuse_double_backward,
+    watch_output,
+    watch_pass,
+)
 from .casts import CAST_KEY, install_input_cast, install_output_cast
 from .tensors import differentiable_tensors
 
@@ -400,6 +406,8 @@ class ModuleHooks:
 
     def begin_repetition(self, calls: Sequence[tuple[object, ForwardCall]]) -> None:
         """The backward of a checkpoint around these calls begins; it runs them again."""
+        for _, call in calls:
+            refuse_double_backward(call, self.name)
         self.window.begin_repetition(calls)
         self._watch_pass()
 
@@ -412,7 +420,11 @@ class ModuleHooks:
             backward: the backward.
             units: of the module's units those that it needs.
             contributes: whether its end completes the forward use of the module.
+
+        Raises:
+            RuntimeError: the backward is to be differentiated.
         """
+        refuse_double_backward(backward.call, self.name)
         window = self.window
         window.enter_backward(backward.call)
         self._watch_pass()

@@ -40,7 +40,13 @@ from ..torch_internals import (
 )
 from ..units import Unit
 from ..window import Window
-from .backward import accumulates, mark_inputs, watch_output, watch_pass
+from .backward import (
+    accumulates,
+    mark_inputs,
+    refuse_double_backward,
+    watch_output,
+    watch_pass,
+)
 from .hooks import ModuleHooks, refuse_parameter, shows_sharded
 from .tensors import differentiable_tensors
 
@@ -114,6 +120,7 @@ class _Round:
         if visit.index in self._running:
             return
         owner, window = self.owner, self.owner.window
+        refuse_double_backward(self.call, owner.units[0].spec.name)
         window.enter_backward(self.call)
         watch_pass(window, owner.pass_end)
         window.track_backward(visit)

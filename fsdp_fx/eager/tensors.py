@@ -17,31 +17,42 @@ def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
     """Apply ``function`` to every tensor in nested containers and dataclasses.
 
     A container in which nothing changes stays the same object: a module may be given a
-    list to append to.
+    list to append to. One that changes is copied.
+    """
+    return _map(function, value)[0]
+
+
+def _map(function: Callable[[torch.Tensor], Any], value: Any) -> tuple[Any, bool]:
+    """The mapped value, and whether it is another object.
+
+    Traced by torch.compile, which compares tensors by identity, but not containers.
     """
     if isinstance(value, torch.Tensor):
-        return function(value)
+        new = function(value)
+        return new, new is not value
+    if type(value) is tuple or type(value) is dict:
+        # The arguments themselves: each keeps its identity on its own.
+        items = value.values() if type(value) is dict else value
+        mapped = [_map(function, item) for item in items]
+        if not any([changed for _, changed in mapped]):
+            return value, False
+        news = [new for new, _ in mapped]
+        return (dict(zip(value, news, strict=True)) if type(value) is dict else tuple(news)), True
+    leaves, structure = pytree.tree_flatten(value)
+    if not structure.is_leaf():
+        mapped = [_map(function, leaf) for leaf in leaves]
+        if not any([changed for _, changed in mapped]):
+            return value, False
+        return pytree.tree_unflatten([new for new, _ in mapped], structure), True
+    # Not where pytree knows the class: its fields may not be all that there is to it.
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         changes = {}
         for field in dataclasses.fields(value):
-            old = getattr(value, field.name)
-            new = map_tensors(function, old)
-            if new is not old:
+            new, changed = _map(function, getattr(value, field.name))
+            if changed:
                 changes[field.name] = new
-        return _with_fields(value, changes) if changes else value
-    if isinstance(value, tuple) and type(value) is tuple:
-        # The arguments themselves: each keeps its identity on its own.
-        return tuple(map_tensors(function, item) for item in value)
-    if type(value) is dict:
-        items = {key: map_tensors(function, item) for key, item in value.items()}
-        return value if all(items[key] is value[key] for key in value) else items
-    leaves, structure = pytree.tree_flatten(value)
-    if len(leaves) == 1 and leaves[0] is value:
-        return value
-    mapped = [map_tensors(function, leaf) for leaf in leaves]
-    if all(new is old for new, old in zip(mapped, leaves, strict=True)):
-        return value
-    return pytree.tree_unflatten(mapped, structure)
+        return (_with_fields(value, changes), True) if changes else (value, False)
+    return value, False
 
 
 def _with_fields(value: Any, changes: dict[str, Any]) -> Any:
