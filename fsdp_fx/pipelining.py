@@ -5,8 +5,10 @@ step and reduces by itself. :func:`bind` puts a plain shell around each stage's 
 the schedule then runs forwards and backwards and leaves gathers, frees and
 reductions to the context.
 
-The private names of torch's schedules and stages are used in this module only.
-Schedules that split the backward into an input and a weight half are refused.
+The private names of torch's schedules and stages are used in this module only. Where a
+schedule splits the backward into an input and a weight half, the input half is the whole
+backward, and the weight half nothing: a compiled backward is one graph, and torch's own
+weight half looks for gradients of the parameters that are registered, which are sharded.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from .context import FSDPContext
+from .report import Fallback
 
 __all__ = ["StageShell", "bind"]
 
@@ -84,7 +87,7 @@ def bind(schedule: PipelineScheduleSingle | PipelineScheduleMulti, context: FSDP
 
     Raises:
         ValueError: the context is in registration mode, a stage's chunk is not
-            adopted, the schedule is bound already, or it splits its backward.
+            adopted, or the schedule is bound already.
         TypeError: not a schedule of torch.distributed.pipelining.
     """
     if context.mode != "recorded":
@@ -93,12 +96,6 @@ def bind(schedule: PipelineScheduleSingle | PipelineScheduleMulti, context: FSDP
             'mode cannot know in advance: build the context with FSDPContext(mode="recorded")'
         )
     name = type(schedule).__name__
-    if isinstance(schedule, _SPLIT_BACKWARD):
-        raise ValueError(
-            f"{name} splits the backward into an input and a weight half, which is not "
-            "supported yet: use Schedule1F1B, ScheduleInterleaved1F1B, ScheduleGPipe or "
-            "ScheduleLoopedBFS"
-        )
     if isinstance(schedule, PipelineScheduleMulti):
         stages = list(schedule._stages)
     elif isinstance(schedule, PipelineScheduleSingle):
@@ -118,11 +115,26 @@ def bind(schedule: PipelineScheduleSingle | PipelineScheduleMulti, context: FSDP
         names.append(chunk)
     for stage, chunk in zip(stages, names, strict=True):
         _bind_stage(stage, chunk, context)
+        if isinstance(schedule, _SPLIT_BACKWARD) and stage.dw_builder is _nothing_left:
+            context.report.fall_back(
+                Fallback(
+                    f"stage {stage.stage_index} (chunk {chunk}) of {name}",
+                    "the whole backward runs in its input half",
+                    "gathers, frees and reductions of the two halves are not scheduled apart",
+                )
+            )
     schedule.eval = _as_evaluation(schedule.eval, context)  # type: ignore[method-assign]
+
+
+def _nothing_left() -> Callable[[], None]:
+    """What torch calls after an input half, for its weight half."""
+    return lambda: None
 
 
 def _bind_stage(stage: Any, chunk: str, context: FSDPContext) -> None:
     stage.submod = StageShell(stage.submod)
+    if stage.dw_builder is None:
+        stage.dw_builder = _nothing_left
     # Gradients are scaled by the schedule in place: they must have arrived by then.
     scale_grads = _held_weakly(stage.scale_grads)
 
