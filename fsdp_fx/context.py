@@ -9,6 +9,7 @@ elsewhere: events in :mod:`fsdp_fx.window`, hooks in :mod:`fsdp_fx.eager`, plann
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -23,9 +24,10 @@ from .eager.hooks import ModuleHooks
 from .eager.optimizers import guard_optimizers
 from .eager.owners import OwnerHooks
 from .eager.ties import TieHooks
+from .inspection import show
 from .library import BoundProgram, ProgramLibrary
 from .metering import Metered, flatten, measurements_of, unflatten
-from .passes import MemoryBudget, PassOptions, plan
+from .passes import MemoryBudget, PassOptions, PassResult, pass_results, plan
 from .planning.durations import Durations
 from .planning.lookahead import Lookahead
 from .planning.measurements import Measurements
@@ -577,6 +579,16 @@ class FSDPContext:
         self._window.agreements.commit(program)
         self._library.add(BoundProgram(program, self._units, measurements))
         logger.info("recorded %d events; the next window replays them", len(trace))
+        name = f"program {trace.fingerprint[:12]}"
+        show("programs", name, lambda: program.print_readable(print_output=False))
+        show("programs", f"{name} pass by pass", lambda: self._diffs(trace, measurements))
+
+    def _diffs(self, trace: Trace, measurements: Measurements) -> str:
+        results = pass_results(trace, self._options, measurements)
+        return "\n\n".join(
+            f"# pass {after.name}\n{after.program.diff(before.program) or '(nothing changed)'}"
+            for before, after in itertools.pairwise(results)
+        )
 
     def _pass_ended(self) -> None:
         # A pass inside a forward (a gradient as part of the model) ends no window.
@@ -675,6 +687,16 @@ class FSDPContext:
     def programs(self) -> tuple[Program, ...]:
         """Every program known, the most recently used last."""
         return tuple(bound.program for bound in self._library)
+
+    def pass_results(self) -> tuple[PassResult, ...]:
+        """How the program used last was planned, pass by pass; empty before one is known.
+
+        To see what a pass did: ``results[2].program.diff(results[1].program)``.
+        """
+        latest = self._library.latest
+        if latest is None:
+            return ()
+        return pass_results(latest.program.trace, self._options, latest.measurements)
 
     @property
     def durations(self) -> Durations | None:

@@ -30,6 +30,7 @@ can be run and inspected without a process group.
 
 from __future__ import annotations
 
+import difflib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -305,6 +306,21 @@ class Program:
         if print_output:
             print(text)
         return text
+
+    def diff(self, before: Program) -> str:
+        """What this program has that another has not, and the other way round.
+
+        Args:
+            before: the other, usually what a pass was given (:func:`fsdp_fx.passes.pass_results`).
+
+        Returns:
+            A unified diff of the two as :meth:`print_readable` shows them; empty if they print
+            alike.
+        """
+        lines = difflib.unified_diff(
+            list(_lines(before)), list(_lines(self)), "before", "after", lineterm="", n=2
+        )
+        return "\n".join(lines)
 
     def __repr__(self) -> str:
         trace = self.trace

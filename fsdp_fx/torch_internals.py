@@ -35,6 +35,7 @@ __all__ = [
     "remove_forward_hooks",
     "skip_code",
     "tensor_hooks",
+    "trace_artifact",
 ]
 
 try:
@@ -44,6 +45,7 @@ try:
     from torch._C._dynamo.eval_frame import get_eval_frame_callback
     from torch._dynamo.eval_frame import skip_code
     from torch._dynamo.utils import counters
+    from torch._logging import trace_structured  # type: ignore[attr-defined]
     from torch.autograd.function import BackwardCFunction
     from torch.autograd.variable import Variable
     from torch.distributed.distributed_c10d import _get_default_store
@@ -187,6 +189,16 @@ def compile_backend(callback: object) -> object:
                 callback = inner
                 break
     return callback
+
+
+def trace_artifact(name: str, text: Callable[[], str]) -> None:
+    """Add a text to torch's structured trace, if ``TORCH_TRACE`` asks for one."""
+    trace_structured(
+        "artifact",
+        metadata_fn=lambda: {"name": name, "encoding": "string"},
+        payload_fn=text,
+        expect_trace_id=False,  # what is planned or bound at run time belongs to no compilation
+    )
 
 
 def graph_break_reasons() -> list[str]:

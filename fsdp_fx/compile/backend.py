@@ -20,6 +20,7 @@ from torch import fx, nn
 from torch.distributed.tensor import DTensor
 
 from ..context import FSDPContext, context_of_unit
+from ..inspection import show
 from ..units import Unit, unit_of_tensor
 from .capture import (
     RegionCompilerName,
@@ -30,6 +31,7 @@ from .capture import (
     static_inputs,
 )
 from .execution import Direction, ScheduledGraph
+from .host_graph import region_texts
 from .partition import make_partition_fn
 from .regions import CompiledRegion, RegionCompiler, split
 
@@ -103,6 +105,16 @@ def fsdp_fx(
         pieces = split(graph, slots, neutral=[n for n, i in inputs.items() if i in neutral])
         before = compiler.compiled_regions
         runs = _name_regions([compiler(region) for region in pieces.regions])
+        title = f"graph {number} {direction}"
+        logger.info(
+            "%s: %d regions, %d of them compiled, %.2f s",
+            title,
+            len(runs),
+            compiler.compiled_regions - before,
+            time.perf_counter() - began,
+        )
+        names = [run.__name__ for run in runs]
+        show("regions", f"{title} regions", lambda: "\n\n".join(region_texts(pieces, names)))
         context = weak_context()
         if context is not None:
             report = context.report

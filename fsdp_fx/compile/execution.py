@@ -12,16 +12,17 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
-
-from torch import fx
 
 from ..calls import ForwardCall
 from ..context import FSDPContext, context_of_unit
+from ..inspection import show
 from ..library import BoundProgram, BoundStep
 from ..report import GraphKey
 from ..units import Unit, unit_of_tensor
 from ..window import Window
+from .host_graph import HostGraph
 from .lowering import SliceStep, graph_events, lower
 from .regions import CompiledRegion, SplitGraph
 
@@ -87,8 +88,8 @@ class ScheduledGraph:
             )
             for event in self._events
         )
-        self._variants: dict[_SliceKey, tuple[str, fx.GraphModule]] = {}
-        self._plain: fx.GraphModule | None = None
+        self._variants: dict[_SliceKey, tuple[str, HostGraph]] = {}
+        self._plain: HostGraph | None = None
         self._checked: weakref.WeakSet[Unit] = weakref.WeakSet()
 
     def __call__(self, inputs: list[Any]) -> Sequence[Any]:
@@ -130,6 +131,13 @@ class ScheduledGraph:
             bound = self._on_demand(context, units, call, complete, frees, keeps)
         else:
             assert window.following is not None
+            if backward:
+                # Contributions that are still missing here did not come when it was recorded.
+                steps = window.following.steps[position : position + len(complete)]
+                complete = tuple(
+                    done or (step.contributed and step.unit.contributed)
+                    for done, step in zip(complete, steps, strict=True)
+                )
             bound = self._slice(context, window.following, position, units, call, complete, keeps)
         lent = self._lend(window, inputs)
         arguments = [window.residency, *units, *bound.others, *inputs]
@@ -148,8 +156,8 @@ class ScheduledGraph:
                 "keep the context as long as its chunks"
             )
         if self._plain is None:
-            name = f"Graph{self.direction.capitalize()}"
-            self._plain = lower(self._split, self._runs, (), (), 0, False, name)
+            title = f"{self.direction} without units"
+            self._plain = lower(self._split, self._runs, (), (), 0, False, title)
         return self._plain.forward
 
     # Units
@@ -229,19 +237,18 @@ class ScheduledGraph:
         keeps: bool,
     ) -> _BoundSlice:
         per_backward = context.window.reduce_gradients != "per_window" or not call.training
-        partial = [context.window.keeps_partial_sums(unit, call) for unit in units]
+        held_back = [context.window.keeps_partial_sums(unit, call) for unit in units]
         steps = tuple(
             SliceStep(
                 frees=(event.slot,) if frees[event.slot] else (),
                 reduces=(event.slot,) if done and per_backward else (),
-                partial=(event.slot,) if done and per_backward and partial[event.slot] else (),
+                partial=(event.slot,) if done and per_backward and held_back[event.slot] else (),
                 keeps=(event.slot,) if done and not per_backward else (),
             )
             for event, done in zip(self._events, complete, strict=True)
         )
         name = "on demand" if all(frees) else f"evaluation {len(self._variants)}"
-        count = len(self._places_of_slot)
-        return _BoundSlice(self._variant(context, call, steps, count, keeps, name), ())
+        return _BoundSlice(self._variant(context, call, steps, units, keeps, name), ())
 
     def _slice(
         self,
@@ -288,15 +295,15 @@ class ScheduledGraph:
                 gathers=refer(step.gathers),
                 prefetches=refer(step.prefetches),
                 frees=refer(step.frees),
-                reduces=refer(reduced := [u for u in step.reduces if u is not step.unit or done]),
-                partial=refer([u for u in reduced if u in step.partial]),
+                reduces=refer(step.reduces),
+                partial=refer([u for u in step.reduces if u in step.partial]),
                 keeps=refer([step.unit] if done and step.unit not in step.reduces else []),
             )
             for step, done in zip(steps, complete, strict=True)
         )
         name = f"slice {len(self._variants)}"
         return _BoundSlice(
-            self._variant(context, call, slice_steps, len(inputs), keeps, name), tuple(others)
+            self._variant(context, call, slice_steps, list(inputs), keeps, name), tuple(others)
         )
 
     def _variant(
@@ -304,23 +311,21 @@ class ScheduledGraph:
         context: FSDPContext,
         call: ForwardCall,
         steps: tuple[SliceStep, ...],
-        units: int,
+        units: Sequence[Unit],
         keeps: bool,
         name: str,
     ) -> Callable[[list[Any]], Sequence[Any]]:
-        key = (steps, units, keeps)
-        if key not in self._variants:
-            module = lower(
-                self._split,
-                self._runs,
-                self._events,
-                steps,
-                units,
-                keeps,
-                f"Graph{self.number}{self.direction.capitalize()}",
-            )
-            self._variants[key] = (name, module)
-        name, module = self._variants[key]
-        graph_key = GraphKey(call.chunk, self.direction, self.number, name)
-        context.report.graphs.setdefault(graph_key, module)
-        return module.forward
+        key = (steps, len(units), keeps)
+        made = key not in self._variants
+        if made:
+            title = f"graph {self.number} {self.direction}, {name}"
+            graph = lower(self._split, self._runs, self._events, steps, len(units), keeps, title)
+            self._variants[key] = (name, graph)
+        name, graph = self._variants[key]
+        graph.note_call(f"{call}, {self.direction}", [unit.spec for unit in units])
+        context.report.graphs.setdefault(
+            GraphKey(call.chunk, self.direction, self.number, name), graph
+        )
+        if made:
+            show("graph_code", graph.title, partial(graph.print_readable, False, regions=False))
+        return graph.forward

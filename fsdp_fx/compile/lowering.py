@@ -20,6 +20,7 @@ from typing import Any
 
 from torch import fx
 
+from .host_graph import HostGraph, pack
 from .regions import CompiledRegion, SplitGraph
 from .torch_internals import boxed_codegen
 
@@ -89,11 +90,6 @@ def graph_events(split: SplitGraph) -> tuple[GraphEvent, ...]:
     )
 
 
-def pack(*values: Any) -> list[Any]:
-    """The arguments of a region, in the list that it clears."""
-    return list(values)
-
-
 def lower(
     split: SplitGraph,
     runs: Sequence[CompiledRegion],
@@ -101,8 +97,8 @@ def lower(
     steps: Sequence[SliceStep],
     units: int,
     keeps_gradients: bool,
-    class_name: str,
-) -> fx.GraphModule:
+    title: str,
+) -> HostGraph:
     """Write the host code of one slice.
 
     Args:
@@ -112,7 +108,7 @@ def lower(
         steps: what to do around each event.
         units: how many unit inputs there are: the slots, then others that the steps name.
         keeps_gradients: whether the managed parameters' gradients are added at all.
-        class_name: name of the graph module's class, for printing.
+        title: what it is, for printing.
 
     Returns:
         A graph module whose function takes one list: a
@@ -178,7 +174,7 @@ def lower(
     outputs = split.outputs if isinstance(split.outputs, (list, tuple)) else (split.outputs,)
     graph.output(tuple(_value(output, values) for output in outputs))
     graph.set_codegen(boxed_codegen())
-    return fx.GraphModule({}, graph, class_name=class_name)
+    return HostGraph(graph, units, title, split, runs)
 
 
 def _value(output: Any, values: dict[str, fx.Node]) -> Any:

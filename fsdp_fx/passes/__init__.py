@@ -30,6 +30,8 @@ __all__ = [
     "MemoryBudget",
     "Pass",
     "PassOptions",
+    "PassResult",
+    "pass_results",
     "plan",
     "run_passes",
 ]
@@ -144,6 +146,19 @@ class Pass:
     run: Callable[[Program, PassOptions, Measurements], Program]
 
 
+@dataclass(frozen=True)
+class PassResult:
+    """A program between two passes.
+
+    Args:
+        name: the pass that wrote it; ``"trace"`` for the one that nothing is planned in yet.
+        program: the program.
+    """
+
+    name: str
+    program: Program
+
+
 PASSES: tuple[Pass, ...] = (
     Pass(
         "gathers",
@@ -197,6 +212,7 @@ def run_passes(
     passes: Sequence[Pass],
     options: PassOptions,
     measurements: Measurements | None = None,
+    on_result: Callable[[PassResult], None] | None = None,
 ) -> Program:
     """Run ``passes`` in order, holding each to its contract.
 
@@ -205,6 +221,7 @@ def run_passes(
         passes: the passes, in order.
         options: given to every pass.
         measurements: given to every pass; of nothing, if not given.
+        on_result: called with what each pass wrote.
 
     Returns:
         The program after the last pass, not verified.
@@ -227,7 +244,30 @@ def run_passes(
             )
         provides = program.provides | step.provides
         program = replace(step.run(program, options, measurements), provides=provides)
+        if on_result is not None:
+            on_result(PassResult(step.name, program))
     return program
+
+
+def pass_results(
+    trace: Trace,
+    options: PassOptions | None = None,
+    measurements: Measurements | None = None,
+) -> tuple[PassResult, ...]:
+    """What :func:`plan` does, pass by pass: ``results[1].program.diff(results[0].program)``.
+
+    Args:
+        trace: the window.
+        options: the user's choices.
+        measurements: what was measured of the window.
+
+    Returns:
+        The bare trace as a program, then what each pass wrote, in order.
+    """
+    bare = Program.from_trace(trace)
+    results = [PassResult("trace", bare)]
+    run_passes(bare, PASSES, options or PassOptions(), measurements, results.append)
+    return tuple(results)
 
 
 def plan(
