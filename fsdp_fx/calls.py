@@ -27,6 +27,7 @@ class ForwardCall:
         training: whether its events are recorded.
         compiled: whether it was entered under torch.compile.
         captured: whether a captured graph ran in it.
+        ran_eagerly: units whose own hooks fired in it although it is compiled.
         finished: whether the forward returned.
         needs_backward: whether some output can be differentiated.
         has_backward: whether a backward through it has begun.
@@ -44,6 +45,7 @@ class ForwardCall:
     training: bool
     compiled: bool = False
     captured: bool = False
+    ran_eagerly: list[str] = field(default_factory=list)
     finished: bool = False
     needs_backward: bool = False
     has_backward: bool = False

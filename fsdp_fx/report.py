@@ -80,6 +80,8 @@ class Report:
         self.compile_seconds = 0.0
         self.regions_compiled = 0
         self.region_uses = 0
+        self._reasons: dict[str, int] = {}
+        self._why = "torch.compile did not capture it"
 
     def ran_eagerly(self, unit: str | None, chunk: str) -> None:
         """Note that something ran from its hooks although ``chunk`` is compiled.
@@ -92,10 +94,13 @@ class Report:
             f"compiled chunk {chunk}" if unit is None else f"unit {unit} in compiled chunk {chunk}"
         )
         reasons = graph_break_reasons()
-        why = reasons[-1] if reasons else "torch.compile did not capture it"
-        self.fall_back(
-            Fallback(where, "ran eagerly", f"{why} (TORCH_LOGS=graph_breaks tells more)")
-        )
+        # What is new, or has happened again, since something last ran eagerly.
+        fresh = [why for why, times in reasons.items() if times != self._reasons.get(why)]
+        self._reasons = reasons
+        if fresh:
+            self._why = fresh[-1]
+        hint = "TORCH_LOGS=graph_breaks,recompiles tells more"
+        self.fall_back(Fallback(where, "ran eagerly", f"{self._why} ({hint})"))
 
     def leave_program(self, window: int, why: str) -> None:
         """Note that a window left its program and was recorded as a new one; one log line each.

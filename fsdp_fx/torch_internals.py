@@ -201,9 +201,19 @@ def trace_artifact(name: str, text: Callable[[], str]) -> None:
     )
 
 
-def graph_break_reasons() -> list[str]:
-    """Why torch.compile broke graphs so far, the first line of each reason, the latest last."""
-    return [str(reason).strip().splitlines()[0] for reason in counters["graph_break"]]
+def graph_break_reasons() -> dict[str, int]:
+    """Why torch.compile left code to eager so far, and how often.
+
+    Returns:
+        The first line of each reason, the latest last: graph breaks, and frames that were
+        compiled too often.
+    """
+    limits = {why: n for why, n in counters["unimplemented"].items() if "recompile limit" in why}
+    found: dict[str, int] = {}
+    for reason, times in (*counters["graph_break"].items(), *limits.items()):
+        line = str(reason).strip().splitlines()[0]
+        found[line] = found.get(line, 0) + times
+    return found
 
 
 def add_forward_pre_hook(module: nn.Module, key: str, hook: Callable[..., Any]) -> None:

@@ -29,6 +29,7 @@ from training import (
     loss_of,
     make_chunks,
     make_data,
+    run_actions,
     set_up,
 )
 
@@ -554,3 +555,21 @@ def _lengths() -> None:
 
 def test_other_sequence_lengths_follow_the_same_program(ranks: RankPools) -> None:
     ranks(2).run(_lengths, timeout=LONG)
+
+
+@pytest.mark.usefixtures("fake_group")
+@torch._dynamo.config.patch(recompile_limit=2)
+def test_a_chunk_that_is_compiled_too_often_goes_on_eagerly_and_one_line_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    setup = set_up(make_chunks(1, 2), region_compiler="eager", fullgraph=False)
+    with caplog.at_level(logging.WARNING, logger="fsdp_fx"):
+        for step, length in enumerate([6, 5, 4, 3, 2]):
+            data = [(x[..., :length], y[..., :length]) for x, y in make_data(step, 2)]
+            run_actions(setup.callables, list(interleaved(1, 2)), data, rank=0)
+            setup.context.finish_grad_sync()
+    lines = [r.getMessage() for r in caplog.records if r.name == "fsdp_fx"]
+    assert len(lines) == 1
+    assert lines[0].startswith("fell back: compiled chunk c0: ran eagerly: ")
+    assert "recompile limit" in lines[0]
+    assert (setup.context.stats.recorded_windows, setup.context.stats.divergences) == (1, 0)

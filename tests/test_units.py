@@ -204,7 +204,7 @@ def test_graph_break_reasons_are_one_line_each_the_latest_last() -> None:
         torch._dynamo.graph_break()
         return x + 1
 
-    assert torch_internals.graph_break_reasons() == []
+    assert torch_internals.graph_break_reasons() == {}
     torch.compile(breaks, backend="eager")(torch.ones(2))
     reasons = torch_internals.graph_break_reasons()
     assert reasons

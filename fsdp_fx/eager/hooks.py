@@ -306,7 +306,7 @@ class ModuleHooks:
             whole = False
             call = window.current[-1]
             if call.compiled and self.units:
-                self._ran_eagerly(self.units[0].spec.name, self.chunk)
+                call.ran_eagerly.append(self.units[0].spec.name)
         repeated = checkpoint is not None and call.training
         if repeated and whole:
             _Repetition.of(checkpoint, self).calls.append((self, call))
@@ -365,8 +365,10 @@ class ModuleHooks:
         tensors = differentiable_tensors(output) if entry.backward is not None else []
         if entry.opened_call:
             window.close_call(entry.call, needs_backward=bool(tensors) or entry.repeated)
-            if entry.call.compiled and not entry.call.captured and not failed:
-                self._ran_eagerly(None, self.chunk)
+            if entry.call.compiled and not failed:
+                # Where nothing was captured that says it all.
+                for unit in entry.call.ran_eagerly if entry.call.captured else (None,):
+                    self._ran_eagerly(unit, self.chunk)
         for tensor in tensors:
             refuse_parameter(module, tensor, self.units)
         if not entry.recomputation and (tensors or (entry.repeated and not failed)):
