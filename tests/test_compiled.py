@@ -432,6 +432,10 @@ def _refuse(attempt: str) -> str:
         options = {"region_compiler": "tvm"}
     elif attempt == "inductor options":
         options = {"region_compiler": "eager", "inductor": {"max_autotune": True}}
+    elif attempt == "unknown inductor option":
+        options = {"inductor": {"max_autotun": True}}
+    elif attempt == "random numbers":
+        options = {"region_compiler": "eager", "fallback_random": True}
     elif attempt == "cuda graphs":
         options = {"inductor": {"triton.cudagraphs": True}}
     compiled = torch.compile(chunk, backend=use, mode=mode, options=options or None)
@@ -451,6 +455,8 @@ def _refuse(attempt: str) -> str:
         ("option", "use region_compiler, fallback_random, inductor"),
         ("region compiler", 'use "inductor", "eager", or a callable'),
         ("inductor options", "remove it"),
+        ("unknown inductor option", "has no 'max_autotun'"),
+        ("random numbers", "'fallback_random' has no effect"),
         ("cuda graphs", "remove the triton.cudagraphs option"),
     ],
 )

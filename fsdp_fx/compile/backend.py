@@ -34,6 +34,7 @@ from .execution import Direction, ScheduledGraph
 from .host_graph import region_texts
 from .partition import make_partition_fn
 from .regions import CompiledRegion, RegionCompiler, split
+from .torch_internals import unknown_inductor_options
 
 __all__ = ["fsdp_fx"]
 
@@ -77,7 +78,7 @@ def fsdp_fx(
         for index, value in enumerate(example_inputs)
         if isinstance(value, torch.Tensor) and (unit := unit_of_tensor(value)) is not None
     }
-    _refuse_sharded(example_inputs, units)
+    _refuse_sharded(gm, example_inputs, units)
     context = context_of_unit(next(iter(units.values()))) if units else None
     managed: dict[Unit, int] = {}
     for unit in units.values():
@@ -181,10 +182,16 @@ def _read_options(
             f'region_compiler={region_compiler!r} is unknown: use "inductor", "eager", or a '
             "callable"
         )
+    for name in ("inductor", "fallback_random"):
+        if name in given and region_compiler != "inductor":
+            raise ValueError(
+                f"option {name!r} has no effect with region_compiler={region_compiler!r}: remove it"
+            )
     inductor = given.get("inductor", {})
-    if inductor and region_compiler != "inductor":
+    if strange := unknown_inductor_options(inductor):
         raise ValueError(
-            f"option 'inductor' has no effect with region_compiler={region_compiler!r}: remove it"
+            f"options={{'inductor': {{{strange[0]!r}: ...}}}}: torch._inductor.config has no "
+            f"{strange[0]!r}"
         )
     if any(name.startswith("triton.cudagraph") and value for name, value in inductor.items()):
         raise ValueError(
@@ -194,15 +201,20 @@ def _read_options(
     return region_compiler, bool(given.get("fallback_random", True)), inductor
 
 
-def _refuse_sharded(example_inputs: Sequence[Any], units: Mapping[int, Unit]) -> None:
+def _refuse_sharded(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], units: Mapping[int, Unit]
+) -> None:
     parameters = 0
+    # Dynamo's names say where in the module an input comes from.
+    names = [node.name for node in gm.graph.find_nodes(op="placeholder")]
     for index, value in enumerate(example_inputs):
         if not isinstance(value, nn.Parameter):
             continue
         parameters += 1
         if isinstance(value, DTensor) and index not in units:
             raise RuntimeError(
-                f"parameter {index} of the captured graph, of shape {tuple(value.shape)}, is a "
+                f"parameter {names[index]} of the captured graph, of shape "
+                f"{tuple(value.shape)}, is a "
                 "sharded DTensor that belongs to no adopted module: call adopt() with the module "
                 "before its first forward, and compile the adopted module itself, not a function "
                 "around it"

@@ -11,7 +11,7 @@ Supported: torch 2.11 to 2.14.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,10 +29,12 @@ __all__ = [
     "gradient_input_index",
     "inductor_decompositions",
     "is_static_input",
+    "mutated_input_index",
     "min_cut_rematerialization_partition",
     "parameter_alias_outputs",
     "run_joint_graph_passes",
     "shape_env_of",
+    "unknown_inductor_options",
 ]
 
 SUPPORTED_TORCH = "2.11 to 2.14"
@@ -59,6 +61,7 @@ with _named_on_failure():
     # What a placeholder or an output of an AOTAutograd graph stands for.
     from torch._functorch._aot_autograd.descriptors import (
         GradAOTOutput,
+        InputMutationAOTOutput,
         PlainAOTInput,
         SubclassGetAttrAOTInput,
         SubclassGetAttrAOTOutput,
@@ -98,6 +101,14 @@ def gradient_input_index(output_desc: object) -> int | None:
     while isinstance(grad_of, SubclassGetAttrAOTInput):
         grad_of = grad_of.base
     return grad_of.idx if isinstance(grad_of, PlainAOTInput) else None
+
+
+def mutated_input_index(output_desc: object) -> int | None:
+    """The flat index of the input whose new value an output of a joint graph is."""
+    if not isinstance(output_desc, InputMutationAOTOutput):
+        return None
+    mutated: object = output_desc.mutated_input
+    return mutated.idx if isinstance(mutated, PlainAOTInput) else None
 
 
 def is_static_input(value: object) -> bool:
@@ -185,6 +196,17 @@ def inductor_decompositions(*, fallback_random: bool) -> dict[Any, Callable[...,
         from torch._inductor.decomposition import select_decomp_table
     with config.patch(fallback_random=fallback_random):
         return dict(select_decomp_table())
+
+
+def unknown_inductor_options(names: Iterable[str]) -> list[str]:
+    """Those of ``names`` that Inductor's configuration does not have."""
+    names = list(names)
+    if not names:
+        return []
+    with _named_on_failure():
+        from torch._inductor import config
+    known = config.get_config_copy()
+    return [name for name in names if name not in known]
 
 
 def run_joint_graph_passes(gm: fx.GraphModule, *, fallback_random: bool) -> fx.GraphModule:

@@ -367,8 +367,8 @@ class ModuleHooks:
             window.close_call(entry.call, needs_backward=bool(tensors) or entry.repeated)
             if entry.call.compiled and not failed:
                 # Where nothing was captured that says it all.
-                for unit in entry.call.ran_eagerly if entry.call.captured else (None,):
-                    self._ran_eagerly(unit, self.chunk)
+                for name in entry.call.ran_eagerly if entry.call.captured else (None,):
+                    self._ran_eagerly(name, self.chunk)
         for tensor in tensors:
             refuse_parameter(module, tensor, self.units)
         if not entry.recomputation and (tensors or (entry.repeated and not failed)):
