@@ -10,11 +10,13 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
 from expecttest import TestCase
 
+from fsdp_fx.inspection import Topic
 from fsdp_fx.passes import PassOptions, pass_results, plan
 from traces import TWO_CHUNKS, trace
 from training import (
@@ -137,6 +139,23 @@ def test_the_context_shows_how_its_program_was_planned() -> None:
     setup.context.finish_grad_sync()
     *_, last = setup.context.pass_results()
     assert str(last.program) == str(setup.context.program)
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_what_the_documentation_says_to_print_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[1] / "docs" / "compile.md").read_text(encoding="utf-8")
+    section = page.partition("## Looking inside")[2]
+    blocks = re.findall(r"^```python\n(.*?)^```$", section, re.DOTALL | re.MULTILINE)
+    assert len(blocks) == 2
+    context = _train(1, 2).context
+    for block in blocks:
+        exec(block, {"ctx": context})
+    printed = capsys.readouterr().out
+    assert "GraphKey(chunk='c0', direction='backward'" in printed
+    assert "residency.prefetch(unit_0)                # c0.layers.0, 8.6 KiB: gather ahead" in printed
+    assert "pass frees\n--- before" in printed
+    loggers = set(re.findall(r"^\| `(fsdp_fx[.\w]*)` \|", page, re.MULTILINE))
+    assert loggers == {"fsdp_fx", *(f"fsdp_fx.{topic}" for topic in get_args(Topic))}
 
 
 @pytest.mark.usefixtures("fake_group")
