@@ -31,6 +31,7 @@ class ForwardCall:
         finished: whether the forward returned.
         needs_backward: whether some output can be differentiated.
         has_backward: whether a backward through it has begun.
+        accumulated: whether one has added gradients to parameters.
         outstanding: per unit, forward uses whose backward is still to come.
         module: the unit whose module was entered, where that was not the chunk.
         awaited: modules of it that are differentiated one by one, and whose backward is
@@ -49,6 +50,7 @@ class ForwardCall:
     finished: bool = False
     needs_backward: bool = False
     has_backward: bool = False
+    accumulated: bool = False
     outstanding: dict[Unit, int] = field(default_factory=dict)
     module: str | None = None
     awaited: list[str] = field(default_factory=list)

@@ -153,7 +153,7 @@ class FSDPContext:
         self._window.options = str(self._options)
         self._window.meters_memory = memory_budget == "auto"
         self._window.on_open = self._weak(FSDPContext._begin_window)
-        self._window.on_overdue = self._weak(FSDPContext._pass_ended)
+        self._window.on_pass_end = self._weak(FSDPContext._pass_ended)
         self._report = Report()
         self._guard: weakref.finalize[[], FSDPContext] | None = None
         self._units: dict[str, Unit] = {}
@@ -551,9 +551,23 @@ class FSDPContext:
         number = self._window.number
         for owner in self._owners:
             owner.end_evaluations()
+        inputs_only = self._window.inputs_only()
         _, divergence = self._window.close(every_forward, self._commit)
+        if self._window.number > number:
+            self._report.window_closed()
         if divergence is not None:
             self._report.leave_program(number, divergence)
+        if inputs_only is not None:
+            # Right for whoever wants just that; to others the gradient would be missing.
+            self._report.fall_back(
+                Fallback(
+                    f"chunk {inputs_only.chunk}",
+                    "its parameters have no gradient of some of its forwards",
+                    f"window {number}, {inputs_only} was differentiated for its inputs only; "
+                    "parameters() are sharded and in no autograd graph: where their gradient is "
+                    "wanted, run backward() without inputs=",
+                )
+            )
 
     def _commit(
         self,
@@ -600,6 +614,7 @@ class FSDPContext:
                 self._close(every_forward=False)
 
     def _begin_window(self) -> None:
+        self._report.window_opened()
         units = self._window.units
         # Frozen or not may have changed since the window before.
         changed = any([unit.respecify() for unit in units])

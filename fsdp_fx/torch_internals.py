@@ -24,6 +24,7 @@ __all__ = [
     "add_forward_hook",
     "add_forward_pre_hook",
     "compile_backend",
+    "current_autograd_node",
     "current_graph_task",
     "default_store",
     "differentiated_function",
@@ -90,6 +91,14 @@ def outside_of_selective_checkpoints() -> Iterator[None]:
     finally:
         for mode in modes:
             _push_mode(mode)
+
+
+def current_autograd_node() -> Any | None:
+    """The node that an autograd pass is running on this thread, or None.
+
+    That of an autograd Function is the ``ctx`` of its forward.
+    """
+    return _autograd_node()
 
 
 def inside_autograd_node() -> bool:
@@ -206,11 +215,16 @@ def graph_break_reasons() -> dict[str, int]:
 
     Returns:
         The first line of each reason, the latest last: graph breaks, and frames that were
-        compiled too often.
+        compiled too often or that break in a loop, which are left alone as a whole.
     """
-    limits = {why: n for why, n in counters["unimplemented"].items() if "recompile limit" in why}
+    whole = ("recompile limit", "graph break in loop")
+    frames = {
+        reason: times
+        for reason, times in counters["unimplemented"].items()
+        if any(mark in reason for mark in whole)
+    }
     found: dict[str, int] = {}
-    for reason, times in (*counters["graph_break"].items(), *limits.items()):
+    for reason, times in (*counters["graph_break"].items(), *frames.items()):
         line = str(reason).strip().splitlines()[0]
         found[line] = found.get(line, 0) + times
     return found

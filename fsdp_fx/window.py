@@ -67,7 +67,8 @@ class Window:
         current: the chunk's forward that is running, innermost last.
         backward_call: the forward call whose backward is running.
         on_open: called before the first event of each window.
-        on_overdue: called to close a window whose close was put off.
+        on_pass_end: called when an outermost autograd pass has ended, and later where a close
+            was put off by then.
         closes_itself: whether windows are closed at the end of an autograd pass; for
             messages.
     """
@@ -91,7 +92,7 @@ class Window:
         self._evaluating = 0
         self.agreements = Agreements()
         self.on_open: Callable[[], None] | None = None
-        self.on_overdue: Callable[[], None] | None = None
+        self.on_pass_end: Callable[[], None] | None = None
         self.closes_itself = False
         self._begin()
 
@@ -129,9 +130,9 @@ class Window:
 
     def close_if_overdue(self) -> None:
         """Close the window if that was put off and no autograd pass is running."""
-        if self._overdue and self.on_overdue is not None and current_graph_task() == -1:
+        if self._overdue and self.on_pass_end is not None and current_graph_task() == -1:
             self._overdue = False
-            self.on_overdue()
+            self.on_pass_end()
 
     @property
     def is_open(self) -> bool:
@@ -439,6 +440,7 @@ class Window:
         """
         if not accumulates:
             return False
+        call.accumulated = True
         outstanding = call.outstanding
         if counted:
             outstanding[unit] = outstanding.get(unit, 0) - 1
@@ -767,6 +769,18 @@ class Window:
         self.number += 1
         self._begin()
         return closed
+
+    def inputs_only(self) -> ForwardCall | None:
+        """A call of this window whose inputs alone were differentiated so far, if any."""
+        for call in self._calls:
+            if (
+                call.needs_backward
+                and call.has_backward
+                and not call.accumulated
+                and any(unit.spec.trainable for unit in call.outstanding)
+            ):
+                return call
+        return None
 
     def _end_early(self, left: BoundProgram) -> None:
         # Whole, but with fewer events than the program: a batch with fewer

@@ -9,6 +9,7 @@ needs is looked up by position after the first time. Where no program says what 
 
 from __future__ import annotations
 
+import bisect
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,9 +18,11 @@ from typing import Any, Literal
 
 from ..calls import ForwardCall
 from ..context import FSDPContext, context_of_unit
+from ..eager.backward import watch_pass
 from ..inspection import show
 from ..library import BoundProgram, BoundStep
 from ..report import GraphKey
+from ..torch_internals import current_autograd_node, differentiated_function
 from ..units import Unit, unit_of_tensor
 from ..window import Window
 from .host_graph import HostGraph
@@ -29,6 +32,8 @@ from .regions import CompiledRegion, SplitGraph
 __all__ = ["Direction", "ScheduledGraph"]
 
 Direction = Literal["forward", "backward", "inference"]
+
+_CALL = "_fsdp_fx_call"  # of an autograd node: the forward call that it belongs to
 
 _SliceKey = tuple[tuple[SliceStep, ...], int, bool]
 
@@ -80,13 +85,9 @@ class ScheduledGraph:
         self._borrowed = [places[name] for name in borrowed]
         self._index = {event.slot: index for index, event in enumerate(self._events)}
         # For each event, the last event that has begun when its unit is given up.
+        begins = [event.begins for event in self._events]  # in order
         self._ends = tuple(
-            max(
-                index
-                for index, other in enumerate(self._events)
-                if other.begins <= max(event.ends, event.begins)
-            )
-            for event in self._events
+            bisect.bisect_right(begins, max(event.ends, event.begins)) - 1 for event in self._events
         )
         self._variants: dict[_SliceKey, tuple[str, HostGraph]] = {}
         self._plain: HostGraph | None = None
@@ -99,8 +100,8 @@ class ScheduledGraph:
         if context is None:
             return self._without_schedule(units)([None, *inputs])
         window = context.window
-        call = self._current_call(window)
         backward = self.direction == "backward"
+        call = self._backward_call(window) if backward else self._forward_call(window)
         call.captured = True
         accumulates = self._accumulates(units, inputs) if backward else None
         keeps = accumulates is not False
@@ -205,13 +206,30 @@ class ScheduledGraph:
                 lent.append(unit)
         return lent
 
-    def _current_call(self, window: Window) -> ForwardCall:
-        if self.direction == "backward":
-            if window.backward_call is not None:
-                return window.backward_call
-        elif window.current:
-            return window.current[-1]
-        return ForwardCall("", window.number, -1, training=False)
+    def _forward_call(self, window: Window) -> ForwardCall:
+        if not window.current:
+            return ForwardCall("", window.number, -1, training=False)
+        call = window.current[-1]
+        if self._differentiable:
+            node = differentiated_function()
+            if node is not None:
+                setattr(node, _CALL, call)
+        return call
+
+    def _backward_call(self, window: Window) -> ForwardCall:
+        """The forward call that this is the backward of.
+
+        Not the one that hooks have entered last: several may be differentiated in one pass,
+        and a pass may begin at something else than the outputs of a module that has hooks.
+        """
+        call: ForwardCall | None = getattr(current_autograd_node(), _CALL, None)
+        if call is None:
+            return window.backward_call or ForwardCall("", window.number, -1, training=False)
+        if call is not window.backward_call:
+            window.enter_backward(call)
+        if window.on_pass_end is not None:
+            watch_pass(window, window.on_pass_end)
+        return call
 
     def _accumulates(self, units: Sequence[Unit], inputs: Sequence[Any]) -> bool | None:
         """Whether the autograd pass adds gradients to parameters: ``autograd.grad()`` does not.

@@ -7,7 +7,9 @@ AOTAutograd hands over a joint graph; the partition function made here splits it
   through :func:`reduce_grad`, which names its parameter;
 - nothing that is computed from parameters alone is saved, be it a view (its storage is freed
   in between) or a copy (it would keep the full parameter in memory): such chains are computed
-  again in the backward.
+  again in the backward;
+- what a checkpoint computes again reads each buffer as it was in the forward, also where the
+  graph has written to it since.
 
 It knows slots only as "managed"; where a graph is cut is the business of
 :mod:`fsdp_fx.compile.regions`, which also peels :func:`reduce_grad` off again.
@@ -249,6 +251,7 @@ def make_partition_fn(
 
         _mark_gradients(joint, parameters, parameter_inputs)
         _recompute_chains(joint.graph, parameters, neutral)
+        _keep_old_values(joint)
         joint.recompile()
         forward, backward = torch_internals.min_cut_rematerialization_partition(
             joint,
@@ -312,6 +315,35 @@ def _recompute_chains(
         node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
         # With an id the partitioner saves what one checkpointed block passes to the next.
         node.meta.pop("ac_graph_id", None)
+
+
+_RECOMPUTED = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
+
+
+def _keep_old_values(joint: fx.GraphModule) -> None:
+    """Has what is computed again read a saved copy of each input that the graph writes to.
+
+    The backward would find the new value: running statistics are updated when the forward
+    is over, or in it.
+    """
+    graph = joint.graph
+    flat_inputs = placeholder_inputs(joint)
+    indices = {torch_internals.mutated_input_index(d) for d in graph.output_node().meta["desc"]}
+    written = mutated_nodes(graph)
+    placeholders = graph.find_nodes(op="placeholder")
+    first = next(node for node in graph.nodes if node.op != "placeholder")
+    for node in placeholders:
+        if node not in written and flat_inputs.get(node.name, -1) not in indices:
+            continue
+        readers = [user for user in node.users if user.meta.get("recompute") in _RECOMPUTED]
+        if not readers:
+            continue
+        with graph.inserting_before(first):
+            copy = graph.call_function(torch.ops.aten.clone.default, (node,))
+        copy.meta = {key: node.meta[key] for key in ("val", "tensor_meta") if key in node.meta}
+        copy.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+        for reader in readers:
+            reader.replace_input_with(node, copy)
 
 
 def _check_saved(copies: Sequence[SavedCopy]) -> None:

@@ -11,17 +11,20 @@ Supported: torch 2.11 to 2.14.
 from __future__ import annotations
 
 import contextlib
+import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
 __all__ = [
     "SUPPORTED_TORCH",
+    "CacheCounts",
     "aot_autograd",
     "base_symbol",
     "boxed_codegen",
+    "cache_counts",
     "clear_donated_buffers",
     "compile_with_inductor",
     "flat_input_index",
@@ -29,8 +32,8 @@ __all__ = [
     "gradient_input_index",
     "inductor_decompositions",
     "is_static_input",
-    "mutated_input_index",
     "min_cut_rematerialization_partition",
+    "mutated_input_index",
     "parameter_alias_outputs",
     "run_joint_graph_passes",
     "shape_env_of",
@@ -57,6 +60,9 @@ def _named_on_failure() -> Iterator[None]:
 with _named_on_failure():
     # AOTAutograd as a Dynamo backend.
     from torch._dynamo.backends.common import aot_autograd
+
+    # What torch.compile counts.
+    from torch._dynamo.utils import counters
 
     # What a placeholder or an output of an AOTAutograd graph stands for.
     from torch._functorch._aot_autograd.descriptors import (
@@ -231,11 +237,26 @@ def run_joint_graph_passes(gm: fx.GraphModule, *, fallback_random: bool) -> fx.G
         )
 
 
+class CacheCounts(NamedTuple):
+    """What Inductor's persistent cache has been asked for in this process."""
+
+    hits: int
+    misses: int
+    bypasses: int
+
+
+def cache_counts() -> CacheCounts:
+    """How often graphs were found in Inductor's cache, were not, or could not be kept there."""
+    inductor = counters["inductor"]
+    return CacheCounts(*(inductor[f"fxgraph_cache_{what}"] for what in ("hit", "miss", "bypass")))
+
+
 def compile_with_inductor(
     gm: fx.GraphModule,
     example_inputs: Sequence[Any],
     *,
     fallback_random: bool,
+    donated: Sequence[int],
     cache_key_tag: str,
     options: Mapping[str, Any],
 ) -> Callable[[list[Any]], Sequence[Any]]:
@@ -243,9 +264,11 @@ def compile_with_inductor(
 
     - A fresh tracing context: the outer one describes the whole graph, and Inductor would
       read strides and donated buffers from it by the region's own indices.
-    - ``is_backward=False``: a backward may overwrite inputs, which later regions read.
+    - Of inputs, only the donated ones may be overwritten, which Inductor does in a backward:
+      it is told of one only if some are.
     - Every output is user-visible, so that its strides are those that the next region expects.
-    - The tag is part of the key of Inductor's cache, which knows nothing of the above.
+    - The tag, with what is donated, is part of the key of Inductor's cache, which knows nothing
+      of the above.
     """
     with _named_on_failure():
         from torch._guards import detect_fake_mode
@@ -256,9 +279,19 @@ def compile_with_inductor(
     output = gm.graph.output_node()
     output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))  # type: ignore[arg-type]
     patches = {"fallback_random": fallback_random, **options}
+    context = TracingContext(detect_fake_mode(example_inputs))
+    if donated:
+        # Inductor reads no more of AOTAutograd's metadata than this.
+        metadata: Any = types.SimpleNamespace(
+            bw_donated_idxs=list(donated), static_input_indices=[]
+        )
+        context.fw_metadata = metadata
+        cache_key_tag = f"{cache_key_tag} donated {','.join(map(str, donated))}"
     with (
         torch.compiler.config.patch(cache_key_tag=cache_key_tag),  # type: ignore[attr-defined]
         config.patch(patches),
-        tracing(TracingContext(detect_fake_mode(example_inputs))),
+        tracing(context),
     ):
-        return compile_fx_inner(gm, example_inputs, cudagraphs=BoxedBool(False), is_backward=False)
+        return compile_fx_inner(
+            gm, example_inputs, cudagraphs=BoxedBool(False), is_backward=bool(donated)
+        )

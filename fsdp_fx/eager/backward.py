@@ -21,6 +21,7 @@ from .tensors import map_tensors
 
 __all__ = [
     "accumulates",
+    "is_marked",
     "mark_inputs",
     "refuse_double_backward",
     "watch_output",
@@ -102,6 +103,14 @@ def mark_inputs(
         lambda tensor: next(marked) if tensor.requires_grad else tensor, (args, kwargs)
     )
     return result
+
+
+def is_marked(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` is an input that :func:`mark_inputs` has replaced.
+
+    It is a view, but changing it in place is an error of autograd's own.
+    """
+    return hasattr(tensor.grad_fn, "backward_of")
 
 
 def watch_output(backward: Backward, tensor: torch.Tensor) -> None:

@@ -41,6 +41,7 @@ from ..units import ShardedModule, Unit, unit_of_tensor
 from ..window import Window
 from .backward import (
     accumulates,
+    is_marked,
     mark_inputs,
     refuse_double_backward,
     watch_output,
@@ -379,7 +380,7 @@ class ModuleHooks:
         if backward is None:
             return
         for tensor in tensors:
-            if tensor._base is not None:
+            if tensor._base is not None and not is_marked(tensor):
                 self._warn_of_view(module)
             watch_output(backward, tensor)
 
