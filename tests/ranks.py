@@ -184,7 +184,7 @@ class RankPool:
 class RankPools:
     """Pools by world size. The least recently used one is closed when there would be too many."""
 
-    def __init__(self, keep: int = 2) -> None:
+    def __init__(self, keep: int = 4) -> None:
         self._keep = keep
         self._pools: OrderedDict[int, RankPool] = OrderedDict()
 
