@@ -6,6 +6,7 @@ Executors write here; ``FSDPContext.explain`` reads. Nothing here decides anythi
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -69,19 +70,42 @@ class Report:
     Attributes:
         graphs: the transformed graphs that ran.
         fallbacks: each distinct fallback once, in the order of their first time.
-        regions_compiled: distinct regions compiled.
-        region_uses: regions in the graphs, each of which one of those serves.
+        captured_graphs: times that torch.compile has called the backend.
+        region_uses: regions in the graphs.
+        distinct_regions: how many of them are different.
+        cached_regions: how many of those were in Inductor's persistent cache.
         compile_seconds: time that cutting graphs and compiling regions took.
+        first_step_seconds: from the first event to the close of the first window in which
+            something was captured; None before.
     """
 
     def __init__(self) -> None:
         self.graphs: dict[GraphKey, fx.GraphModule] = {}
         self.fallbacks: dict[Fallback, int] = {}
         self.compile_seconds = 0.0
-        self.regions_compiled = 0
+        self.captured_graphs = 0
         self.region_uses = 0
-        self._reasons: dict[str, int] = {}
+        self.distinct_regions = 0
+        self.cached_regions = 0
+        self.first_step_seconds: float | None = None
+        self._window_opened = 0.0
+        # What there is already came of other models.
+        self._reasons = graph_break_reasons()
         self._why = "torch.compile did not capture it"
+
+    @property
+    def compiled_regions(self) -> int:
+        """Distinct regions that were compiled, and not found in a persistent cache."""
+        return self.distinct_regions - self.cached_regions
+
+    def window_opened(self) -> None:
+        """Note that a window begins."""
+        self._window_opened = time.perf_counter()
+
+    def window_closed(self) -> None:
+        """Note that the window that began last is over, and was whole."""
+        if self.first_step_seconds is None and self.captured_graphs:
+            self.first_step_seconds = time.perf_counter() - self._window_opened
 
     def ran_eagerly(self, unit: str | None, chunk: str) -> None:
         """Note that something ran from its hooks although ``chunk`` is compiled.
@@ -98,7 +122,8 @@ class Report:
         fresh = [why for why, times in reasons.items() if times != self._reasons.get(why)]
         self._reasons = reasons
         if fresh:
-            self._why = fresh[-1]
+            # A frame that is left alone has others below it that break for reasons of their own.
+            self._why = "; ".join(fresh)
         hint = "TORCH_LOGS=graph_breaks,recompiles tells more"
         self.fall_back(Fallback(where, "ran eagerly", f"{self._why} ({hint})"))
 
@@ -204,9 +229,13 @@ class Report:
             )
         if self.region_uses:
             lines.append(
-                f"regions: {self.region_uses} in the graphs, {self.regions_compiled} compiled, "
-                f"graphs made in {self.compile_seconds:.1f} s"
+                f"regions: {self.region_uses} in {_count(self.captured_graphs, 'captured graph')}, "
+                f"{self.distinct_regions} distinct, {self.cached_regions} of these taken from the "
+                f"cache, {self.compiled_regions} compiled; graphs made in "
+                f"{self.compile_seconds:.1f} s"
             )
+            if self.first_step_seconds is not None:
+                lines[-1] += f", first step in {self.first_step_seconds:.1f} s"
         if self.fallbacks:
             lines.append("fallbacks:")
             lines.extend(

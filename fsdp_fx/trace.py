@@ -195,10 +195,11 @@ class Trace(Sequence[Event]):
         Raises:
             KeyError: no unit of the trace has that name.
         """
-        for unit in self.units:
-            if unit.name == name:
-                return unit
-        raise KeyError(name)
+        return self._by_name[name]
+
+    @cached_property
+    def _by_name(self) -> dict[str, UnitSpec]:
+        return {unit.name: unit for unit in self.units}
 
     @property
     def fingerprint(self) -> str:

@@ -652,7 +652,10 @@ class Unit:
         for tensor, gradient in zip(parameters, gradients, strict=True):
             if gradient is None:
                 continue
-            unsharded = known[self._parameter_index[storage_key(tensor)]]._unsharded_param
+            parameter = known[self._parameter_index[storage_key(tensor)]]
+            if not parameter.sharded_param.requires_grad:
+                continue  # frozen since the forward: autograd would add nothing either
+            unsharded = parameter._unsharded_param
             if unsharded.grad is None:
                 unsharded.grad = gradient
             else:

@@ -21,6 +21,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if "soak" not in config.getoption("-m"):
+        for item in items:
+            if item.get_closest_marker("soak") is not None:
+                item.add_marker(pytest.mark.skip(reason="takes minutes: -m soak runs it"))
     if config.getoption("--examples") is not None:
         for item in items:
             if "examples" in getattr(item, "fixturenames", ()):

@@ -90,6 +90,8 @@ def fsdp_fx(
     borrowed = {index for index, unit in units.items() if unit not in managed}
     neutral = static_inputs(example_inputs) - parameter_slots.keys()
     number = next(_graph_numbers.setdefault(context, itertools.count())) if context else -1
+    if context is not None:
+        context.report.captured_graphs += 1
     # The backward is compiled later: until then nothing here may keep the model alive.
     weak_context = weakref.ref(context) if context is not None else lambda: None
     del units, managed, context
@@ -104,14 +106,16 @@ def fsdp_fx(
         order = {slot: place for place, slot in enumerate(sorted(set(slots.values())))}
         slots = {name: order[slot] for name, slot in slots.items()}
         pieces = split(graph, slots, neutral=[n for n, i in inputs.items() if i in neutral])
-        before = compiler.compiled_regions
+        before = compiler.distinct_regions, compiler.cache_hits
         runs = _name_regions([compiler(region) for region in pieces.regions])
+        distinct, cached = compiler.distinct_regions - before[0], compiler.cache_hits - before[1]
         title = f"graph {number} {direction}"
         logger.info(
-            "%s: %d regions, %d of them compiled, %.2f s",
+            "%s: %d regions, %d of them new, %d of these from the cache, %.2f s",
             title,
             len(runs),
-            compiler.compiled_regions - before,
+            distinct,
+            cached,
             time.perf_counter() - began,
         )
         names = [run.__name__ for run in runs]
@@ -119,7 +123,8 @@ def fsdp_fx(
         context = weak_context()
         if context is not None:
             report = context.report
-            report.regions_compiled += compiler.compiled_regions - before
+            report.distinct_regions += distinct
+            report.cached_regions += cached
             report.region_uses += len(runs)
             report.compile_seconds += time.perf_counter() - began
         scheduled = ScheduledGraph(

@@ -116,6 +116,7 @@ class ScheduledGraph:
             for event in self._events
         )
         start = window.cursor
+        held = [(unit, unit.holds, unit.unsharded or unit.in_flight) for unit in units]
         position: int | None = None
         if self._events:
             position = window.begin_slice(
@@ -128,7 +129,7 @@ class ScheduledGraph:
             if call.training and backward:
                 window.note_reductions(start, [i for i, done in enumerate(complete) if done])
             # An evaluation frees what it has brought in, and nothing that was there before.
-            frees = tuple(call.training or not (unit.unsharded or unit.in_flight) for unit in units)
+            frees = tuple(call.training or not there for _, _, there in held)
             bound = self._on_demand(context, units, call, complete, frees, keeps)
         else:
             assert window.following is not None
@@ -143,11 +144,25 @@ class ScheduledGraph:
         lent = self._lend(window, inputs)
         arguments = [window.residency, *units, *bound.others, *inputs]
         inputs.clear()
-        result = bound.run(arguments)
+        try:
+            result = bound.run(arguments)
+        except BaseException:
+            if not call.training:  # nobody calls abort() after that
+                for unit, holds, there in held:
+                    self._give_up(window, unit, unit.holds - holds, frees=not there)
+                for unit in lent:
+                    self._give_up(window, unit, 1)
+            raise
         for unit in lent:
-            window.residency.release(unit)
-            window.residency.free(unit)
+            self._give_up(window, unit, 1)
         return result
+
+    @staticmethod
+    def _give_up(window: Window, unit: Unit, uses: int, frees: bool = True) -> None:
+        for _ in range(uses):
+            window.residency.release(unit)
+        if frees:
+            window.residency.free(unit)
 
     def _without_schedule(self, units: Sequence[Unit]) -> Callable[[list[Any]], Sequence[Any]]:
         """The regions in order and nothing else, for a graph without managed parameters."""

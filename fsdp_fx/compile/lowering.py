@@ -148,23 +148,27 @@ def lower(
             call(residency, "keep_gradients", unit[index])
 
     paired = list(zip(events, steps, strict=True))
+    begins: dict[int, list[tuple[GraphEvent, SliceStep]]] = {}
+    ends: dict[int, list[tuple[GraphEvent, SliceStep]]] = {}
+    finishes: dict[int, list[tuple[GraphEvent, SliceStep]]] = {}
+    for event, step in paired:
+        ready = event.ends if event.gradients_ready is None else event.gradients_ready
+        begins.setdefault(event.begins, []).append((event, step))
+        ends.setdefault(event.ends, []).append((event, step))
+        finishes.setdefault(max(event.ends, ready), []).append((event, step))
     for index, (region, run) in enumerate(zip(split.regions, runs, strict=True)):
-        for event, step in paired:
-            if event.begins == index:
-                begin(event, step)
+        for event, step in begins.get(index, ()):
+            begin(event, step)
         arguments = graph.call_function(pack, tuple(values[name] for name in region.inputs))
         results = graph.call_function(run, (arguments,))
         for place, name in enumerate(region.outputs):
             values[name] = graph.create_node(
                 "call_function", operator.getitem, (results, place), name=name
             )
-        for event, step in paired:
-            if event.ends == index:
-                end(event, step)
-        for event, step in paired:
-            ready = event.ends if event.gradients_ready is None else event.gradients_ready
-            if max(event.ends, ready) == index:
-                finish_gradients(event, step)
+        for event, step in ends.get(index, ()):
+            end(event, step)
+        for event, step in finishes.get(index, ()):
+            finish_gradients(event, step)
     if not split.regions:
         # Nothing is computed: gradients may still be inputs that are passed on.
         for event, step in paired:

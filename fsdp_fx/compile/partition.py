@@ -28,7 +28,12 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from . import torch_internals
-from .capture import PartitionFn, RegionCompilerName, placeholder_inputs
+from .capture import (
+    ParameterOutputError,
+    PartitionFn,
+    RegionCompilerName,
+    placeholder_inputs,
+)
 
 __all__ = [
     "SavedCopy",
@@ -39,7 +44,9 @@ __all__ = [
     "mutated_nodes",
     "parameter_chains",
     "reduce_grad",
+    "refuse_parameter_writes",
     "saved_parameter_copies",
+    "written_inputs",
 ]
 
 log = logging.getLogger(__name__)
@@ -114,6 +121,39 @@ def mutated_nodes(graph: fx.Graph) -> set[fx.Node]:
             written = value if isinstance(value, list | tuple) else (value,)
             mutated.update(entry for entry in written if isinstance(entry, fx.Node))
     return mutated
+
+
+def written_inputs(gm: fx.GraphModule) -> list[fx.Node]:
+    """The placeholders that a graph writes to: in it, or by an output that is the new value."""
+    flat_inputs = placeholder_inputs(gm)
+    descs = gm.graph.output_node().meta.get("desc", ())
+    indices = {torch_internals.mutated_input_index(desc) for desc in descs}
+    written = mutated_nodes(gm.graph)
+    return [
+        node
+        for node in gm.graph.find_nodes(op="placeholder")
+        if node in written or flat_inputs.get(node.name, -1) in indices
+    ]
+
+
+def refuse_parameter_writes(gm: fx.GraphModule, parameters: Collection[fx.Node]) -> None:
+    """Refuses a graph that writes to managed parameters, in it or when it is over.
+
+    Raises:
+        ParameterOutputError: it does.
+    """
+    written = [node for node in written_inputs(gm) if node in parameters]
+    if written:
+        named = ", ".join(f"{node.name}{_shape_text(node)}" for node in written)
+        raise ParameterOutputError(
+            f"the graph writes to the managed parameters {named}; the gathered copy is freed "
+            "afterwards, so the change would be lost: change sharded parameters, between calls"
+        )
+
+
+def _shape_text(node: fx.Node) -> str:
+    value = node.meta.get("val")
+    return f" of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else ""
 
 
 def parameter_chains(
@@ -224,7 +264,8 @@ def make_partition_fn(
             static inputs that AOTAutograd reports, less the managed parameters.
 
     The partition function raises :class:`SavedParameterError` if a view or copy of a
-    parameter is saved all the same, and logs a warning for one that cannot be computed
+    parameter is saved all the same, :class:`~fsdp_fx.compile.capture.ParameterOutputError` if the
+    graph writes to a parameter, and logs a warning for one that cannot be computed
     again (dropout applied to a weight), which costs memory but is right.
     """
 
@@ -249,6 +290,7 @@ def make_partition_fn(
             static = {n for n in placeholders if flat_inputs.get(n.name) in neutral_inputs}
         neutral = [node for node in placeholders if node in static and node not in set(parameters)]
 
+        refuse_parameter_writes(joint, parameters)
         _mark_gradients(joint, parameters, parameter_inputs)
         _recompute_chains(joint.graph, parameters, neutral)
         _keep_old_values(joint)
@@ -327,14 +369,8 @@ def _keep_old_values(joint: fx.GraphModule) -> None:
     is over, or in it.
     """
     graph = joint.graph
-    flat_inputs = placeholder_inputs(joint)
-    indices = {torch_internals.mutated_input_index(d) for d in graph.output_node().meta["desc"]}
-    written = mutated_nodes(graph)
-    placeholders = graph.find_nodes(op="placeholder")
     first = next(node for node in graph.nodes if node.op != "placeholder")
-    for node in placeholders:
-        if node not in written and flat_inputs.get(node.name, -1) not in indices:
-            continue
+    for node in written_inputs(joint):
         readers = [user for user in node.users if user.meta.get("recompute") in _RECOMPUTED]
         if not readers:
             continue

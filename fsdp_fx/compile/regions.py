@@ -28,7 +28,7 @@ from torch import fx
 
 from . import torch_internals
 from .capture import ParameterOutputError, RegionCompilerName
-from .partition import is_alias, is_pure, mutated_nodes, parameter_chains
+from .partition import is_alias, is_pure, parameter_chains, refuse_parameter_writes
 
 __all__ = [
     "CompiledRegion",
@@ -44,7 +44,29 @@ CompiledRegion: TypeAlias = Callable[[list[Any]], Sequence[Any]]
 """Takes one list, clears it, returns a tuple; has ``_boxed_call = True``."""
 
 # Changes when regions are built differently, so that Inductor's cache forgets old ones.
-_CACHE_KEY_TAG = "fsdp_fx.regions.1"
+_CACHE_KEY_TAG = "fsdp_fx.regions.2"
+
+_aten = torch.ops.aten
+
+# How AOTAutograd names what a graph is given, apart from what was saved for it.
+_GIVEN = ("primals_", "tangents_", "fwd_rng_state", "bwd_rng_state")
+
+# Views that show every element of their input once.
+_REARRANGING = frozenset(
+    {
+        _aten._unsafe_view.default,
+        _aten.alias.default,
+        _aten.detach.default,
+        _aten.permute.default,
+        _aten.squeeze.default,
+        _aten.squeeze.dim,
+        _aten.squeeze.dims,
+        _aten.t.default,
+        _aten.transpose.int,
+        _aten.unsqueeze.default,
+        _aten.view.default,
+    }
+)
 
 # What a region's nodes keep of their meta. Names, stack traces and module paths differ from
 # layer to layer; ``original_aten`` names kernels.
@@ -60,12 +82,20 @@ class Region:
         inputs: names in the original graph of what it takes.
         outputs: names in the original graph of what it returns.
         begins: the slots that are first used here, in order.
+        freed: positions of inputs whose memory is gone when the region drops them: an order of
+            operators that drops them early is then better. In backward graphs, where memory
+            falls from its peak. Inductor goes by names: such an input is ``inN``, another
+            one ``argN``.
+        donated: those of ``freed`` whose memory the region may write to. Never of what was
+            saved for the backward, so that it can be run twice.
     """
 
     graph_module: fx.GraphModule
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     begins: tuple[int, ...]
+    freed: tuple[int, ...] = ()
+    donated: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -139,12 +169,7 @@ class _Splitter:
             )
         self.placeholders = tuple(placeholders.values())
         self.slot_of = {placeholders[name]: slot for name, slot in slots.items()}
-        written = [node.name for node in mutated_nodes(gm.graph) if node in self.slot_of]
-        if written:
-            raise ParameterOutputError(
-                f"the graph writes to the managed parameters {', '.join(written)}; the gathered "
-                "copy is freed afterwards, so the change would be lost"
-            )
+        refuse_parameter_writes(gm, self.slot_of)
         self.chains = parameter_chains(
             gm.graph, list(self.slot_of), [placeholders[name] for name in neutral]
         )
@@ -158,11 +183,13 @@ class _Splitter:
 
         needed: set[fx.Node] = {self._peeled(node) for node in self.output.all_input_nodes}
         self._refuse_parameter_views()
+        freed = self._freed(pieces)
+        donated = self._donated(pieces, freed)
         built: list[Region] = []
-        for piece, slots in zip(reversed(pieces), reversed(begins), strict=True):
+        for index, piece in reversed(list(enumerate(pieces))):
             outputs = [node for node in piece.anchors if node in needed]
             needed.update(piece.inputs)
-            built.append(piece.build(outputs, slots))
+            built.append(piece.build(outputs, begins[index], freed[index], donated[index]))
         regions = tuple(reversed(built))
 
         made_in = {name: i for i, region in enumerate(regions) for name in region.outputs}
@@ -260,8 +287,8 @@ class _Splitter:
                 begins_slot = any(first_use.setdefault(slot, index) == index for slot in slots)
                 if anchor not in for_output or begins_slot:
                     continue
-                sources = {n for e in anchor.all_input_nodes for n in self._inputs_of(e)}
-                ready = [home[n] for n in sources if n in home] + [first_use[s] for s in slots]
+                ready = [home[n] for n in self._sources(anchor) if n in home]
+                ready += [first_use[slot] for slot in slots]
                 target = max(ready, default=index)
                 if target < index:
                     regions[target].append(anchor)
@@ -269,13 +296,21 @@ class _Splitter:
                     moved.add(anchor)
             region[:] = [anchor for anchor in region if anchor not in moved]
 
-    def _inputs_of(self, node: fx.Node) -> Iterable[fx.Node]:
-        """The anchors and placeholders that a node, repeated if it is a chain, stands on."""
-        if node in self.chains or node.op == "get_attr":
-            for entry in node.all_input_nodes:
-                yield from self._inputs_of(entry)
-        else:
-            yield node
+    def _sources(self, node: fx.Node) -> set[fx.Node]:
+        """The anchors and placeholders that a node's inputs, repeated if chains, stand on."""
+        sources: set[fx.Node] = set()
+        seen: set[fx.Node] = set()
+        pending = list(node.all_input_nodes)
+        while pending:
+            entry = pending.pop()
+            if entry in seen:
+                continue
+            seen.add(entry)
+            if entry in self.chains or entry.op == "get_attr":
+                pending.extend(entry.all_input_nodes)
+            else:
+                sources.add(entry)
+        return sources
 
     def _append_base_symbols(self, pieces: Sequence[_Piece]) -> None:
         """Gives each region the SymInts that its sizes are made of.
@@ -295,6 +330,62 @@ class _Splitter:
                 symbol = torch_internals.base_symbol(node.meta.get("val"))
                 if symbol is not None:
                     sources.setdefault(symbol, node)
+
+    def _freed(self, pieces: Sequence[_Piece]) -> list[tuple[int, ...]]:
+        """For each region of a backward, the positions of inputs that it is the last to read.
+
+        Of what the graph is given, only what was saved for it: the caller keeps the rest.
+        """
+        if not self.marks:
+            return [() for _ in pieces]
+        kept = {self._peeled(node) for node in self.output.all_input_nodes}
+        last_use = {node: index for index, piece in enumerate(pieces) for node in piece.inputs}
+        return [
+            tuple(
+                position
+                for position, node in enumerate(piece.inputs)
+                if last_use[node] == index
+                and node not in kept
+                and isinstance(node.meta.get("val"), torch.Tensor)
+                and (node.op == "call_function" or not node.name.startswith(_GIVEN))
+            )
+            for index, piece in enumerate(pieces)
+        ]
+
+    def _donated(
+        self, pieces: Sequence[_Piece], freed: Sequence[tuple[int, ...]]
+    ) -> list[tuple[int, ...]]:
+        """Those of ``freed`` that are a region's own to overwrite.
+
+        What an earlier region has made, if no other value that passes between regions shares
+        its memory.
+        """
+        bases = self._bases()
+        passed = {node: None for piece in pieces for node in piece.inputs}
+        sharing: dict[fx.Node, set[fx.Node]] = {}
+        for node in (*self.placeholders, *passed, *map(self._peeled, self.output.all_input_nodes)):
+            for base in bases.get(node, (node,)):
+                sharing.setdefault(base, set()).add(node)
+
+        def is_own(node: fx.Node) -> bool:
+            return (
+                node.op == "call_function"
+                and _owns_its_memory(node)
+                and all(sharing[base] == {node} for base in bases.get(node, (node,)))
+            )
+
+        return [
+            tuple(position for position in positions if is_own(inputs[position]))
+            for inputs, positions in zip((list(p.inputs) for p in pieces), freed, strict=True)
+        ]
+
+    def _bases(self) -> dict[fx.Node, set[fx.Node]]:
+        """The nodes that may share storage with others, and the values that these are views of."""
+        bases: dict[fx.Node, set[fx.Node]] = {}
+        for node in self.gm.graph.nodes:
+            if _shares_memory(node):
+                bases[node] = {b for e in node.all_input_nodes for b in bases.get(e, (e,))}
+        return bases
 
     def _aliases(self) -> dict[fx.Node, set[int]]:
         """The nodes that may share storage with a parameter, and the slots it belongs to."""
@@ -379,13 +470,20 @@ class _Piece:
                     used.update(torch_internals.free_symbol_names(entry))
         return sorted(used - present)
 
-    def build(self, outputs: Sequence[fx.Node], begins: tuple[int, ...]) -> Region:
+    def build(
+        self,
+        outputs: Sequence[fx.Node],
+        begins: tuple[int, ...],
+        freed: tuple[int, ...],
+        donated: tuple[int, ...],
+    ) -> Region:
         """The region under canonical names, which are part of the key of Inductor's cache."""
         graph = fx.Graph()
         attributes: dict[str, Any] = {}
         copies: dict[fx.Node, fx.Node] = {}
         for position, node in enumerate(self.inputs):
-            copies[node] = graph.placeholder(f"arg{position}")
+            kind = "in" if position in freed else "arg"
+            copies[node] = graph.placeholder(f"{kind}{position}")
         for position, node in enumerate(self.nodes):
             if node.op == "get_attr":
                 target = f"constant{len(attributes)}"
@@ -401,12 +499,16 @@ class _Piece:
                 )
         for node, copy in copies.items():
             copy.meta = {key: node.meta[key] for key in _KEPT_META if key in node.meta}
+        for node in self.inputs:
+            copies[node].meta.pop("unbacked_bindings", None)  # another region binds these symbols
         graph.output(tuple(copies[node] for node in outputs))
         return Region(
             graph_module=fx.GraphModule(attributes, graph, class_name="Region"),
             inputs=tuple(node.name for node in self.inputs),
             outputs=tuple(node.name for node in outputs),
             begins=begins,
+            freed=freed,
+            donated=donated,
         )
 
 
@@ -432,6 +534,28 @@ def _is_seed_lookup(node: fx.Node) -> bool:
     )
 
 
+def _shares_memory(node: fx.Node) -> bool:
+    """Like ``is_alias``, where the parts of an operator's several results are apart."""
+    if node.target is operator.getitem:
+        source = node.args[0]
+        assert isinstance(source, fx.Node)
+        return is_alias(source) or not isinstance(source.target, torch._ops.OpOverload)
+    return is_alias(node)
+
+
+def _owns_its_memory(node: fx.Node) -> bool:
+    """Whether a value is a new one that an operator has made, each element in its own place."""
+    while node.target in _REARRANGING:
+        source = node.args[0]
+        assert isinstance(source, fx.Node)
+        node = source
+    if node.target is operator.getitem:
+        source = node.args[0]
+        assert isinstance(source, fx.Node)
+        node = source
+    return isinstance(node.target, torch._ops.OpOverload) and not is_alias(node)
+
+
 def _computes(node: fx.Node) -> bool:
     """Whether a node is worth a region before the first gather has arrived."""
     if not isinstance(node.target, torch._ops.OpOverload):
@@ -452,7 +576,8 @@ def region_key(gm: fx.GraphModule) -> str:
     It covers operators, the structure of their arguments, and dtype, device, sizes and
     strides of every value, symbols by name: regions with symbols are comparable only within
     one shape environment, which the caller adds. Constants count by identity, so the key holds
-    as long as the graph module lives.
+    as long as the graph module lives. Without constants and symbols it is the same in every
+    process: a region compiler of one's own may keep what it has compiled under it.
     """
     digest = hashlib.sha256()
     for line in _describe_graph(gm):
@@ -556,8 +681,11 @@ class RegionCompiler:
         options: further Inductor configuration.
 
     Attributes:
-        compiled_regions: how many distinct regions have been compiled.
         region_uses: how many regions have been asked for.
+        distinct_regions: how many of them were different.
+        cache_hits: how many of those Inductor found in its persistent cache.
+        cache_misses: how many it did not find there.
+        cache_bypasses: how many it cannot keep there; its log says why.
     """
 
     def __init__(
@@ -574,8 +702,11 @@ class RegionCompiler:
         self.region_compiler = region_compiler
         self.fallback_random = fallback_random
         self.options = dict(options or {})
-        self.compiled_regions = 0
         self.region_uses = 0
+        self.distinct_regions = 0
+        self.cache_hits = 0
+        self.cache_misses = 0
+        self.cache_bypasses = 0
         self._static: dict[str, _Compiled] = {}
         # Symbols mean something only in their own shape environment.
         self._dynamic: weakref.WeakKeyDictionary[Any, dict[str, _Compiled]] = (
@@ -584,6 +715,11 @@ class RegionCompiler:
         # Backward graphs may be compiled in an autograd thread.
         self._lock = threading.RLock()
 
+    @property
+    def compiled_regions(self) -> int:
+        """How many distinct regions were compiled, and not found in a persistent cache."""
+        return self.distinct_regions - self.cache_hits
+
     def __call__(self, region: Region) -> CompiledRegion:
         """The code of a region: takes one list, clears it, returns a tuple."""
         graph_module = region.graph_module
@@ -591,10 +727,14 @@ class RegionCompiler:
             self.region_uses += 1
             cache = self._cache_for(graph_module)
             key = region_key(graph_module)
+            donated: tuple[int, ...] = ()
+            if self.region_compiler == "inductor":
+                donated = region.donated
+                key += f" {region.freed} {donated}"
             if key not in cache:
                 constants = tuple(_constants(graph_module))
-                cache[key] = _Compiled(constants, self._compile(graph_module))
-                self.compiled_regions += 1
+                cache[key] = _Compiled(constants, self._compile(graph_module, donated))
+                self.distinct_regions += 1
             return cache[key].run
 
     def _cache_for(self, gm: fx.GraphModule) -> dict[str, _Compiled]:
@@ -604,7 +744,7 @@ class RegionCompiler:
                 return self._dynamic.setdefault(shape_env, {})
         return self._static
 
-    def _compile(self, gm: fx.GraphModule) -> CompiledRegion:
+    def _compile(self, gm: fx.GraphModule, donated: Sequence[int]) -> CompiledRegion:
         # Compilers change the graph that they are given.
         graph = fx.Graph()
         copies: dict[fx.Node, fx.Node] = {}
@@ -614,13 +754,19 @@ class RegionCompiler:
             return _run_as_is(own)
         example_inputs = [n.meta["val"] for n in graph.find_nodes(op="placeholder")]
         if self.region_compiler == "inductor":
+            before = torch_internals.cache_counts()
             compiled: Callable[..., Any] = torch_internals.compile_with_inductor(
                 own,
                 example_inputs,
                 fallback_random=self.fallback_random,
+                donated=donated,
                 cache_key_tag=_CACHE_KEY_TAG,
                 options=self.options,
             )
+            after = torch_internals.cache_counts()
+            self.cache_hits += after.hits - before.hits
+            self.cache_misses += after.misses - before.misses
+            self.cache_bypasses += after.bypasses - before.bypasses
         else:
             compiled = self.region_compiler(own, example_inputs)
         return compiled if getattr(compiled, "_boxed_call", False) else _boxed(compiled)
