@@ -84,13 +84,18 @@ class RankPool:
         return [process.pid for process in self._processes]
 
     def _start(self) -> None:
-        spawn = multiprocessing.get_context("spawn")
+        # The many ranks of a larger pool are forks of one process that has imported torch. Those
+        # of a small one each begin anew, with a hash seed of their own.
+        method = "spawn" if self.world_size <= 2 else "forkserver"
+        starting: Any = multiprocessing.get_context(method)
+        if method == "forkserver":
+            starting.set_forkserver_preload(["fsdp_fx.compile.backend"])
         self._directory = Path(tempfile.mkdtemp(prefix="ranks-"))
         try:
             for rank in range(self.world_size):
-                ours, theirs = spawn.Pipe()
+                ours, theirs = starting.Pipe()
                 self._connections.append(ours)
-                process = spawn.Process(
+                process = starting.Process(
                     target=_serve,
                     args=(rank, self.world_size, self._directory, theirs),
                     name=f"rank{rank}of{self.world_size}",
