@@ -26,7 +26,7 @@ class ForwardCall:
             an evaluation.
         training: whether its events are recorded.
         compiled: whether it was entered under torch.compile.
-        captured: whether a captured graph ran in it.
+        captured: how many captured graphs ran in its forward.
         ran_eagerly: units whose own hooks fired in it although it is compiled.
         finished: whether the forward returned.
         needs_backward: whether some output can be differentiated.
@@ -45,7 +45,7 @@ class ForwardCall:
     microbatch: int
     training: bool
     compiled: bool = False
-    captured: bool = False
+    captured: int = 0
     ran_eagerly: list[str] = field(default_factory=list)
     finished: bool = False
     needs_backward: bool = False

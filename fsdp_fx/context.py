@@ -330,7 +330,7 @@ class FSDPContext:
                 own,
                 chunk,
                 self._weak(FSDPContext._pass_ended),
-                self._report.ran_eagerly,
+                self._report,
                 together=module in together,
             )
             self._hooks.append(hooks)
@@ -735,7 +735,7 @@ class FSDPContext:
 
     @property
     def fallbacks(self) -> tuple[Fallback, ...]:
-        """What ran eagerly inside a compiled chunk, where and why."""
+        """What did not run as part of a compiled graph or of a program: where, what ran, and why."""
         return tuple(self._report.fallbacks)
 
     def explain(self) -> str:

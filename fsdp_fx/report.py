@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from torch import fx
 
+from .calls import ForwardCall
 from .occupancy import outline_of, peak_resident_bytes
 from .passes import PassOptions
 from .planning.memory import format_bytes, kept_gradient_bytes
@@ -107,16 +108,20 @@ class Report:
         if self.first_step_seconds is None and self.captured_graphs:
             self.first_step_seconds = time.perf_counter() - self._window_opened
 
-    def ran_eagerly(self, unit: str | None, chunk: str) -> None:
-        """Note that something ran from its hooks although ``chunk`` is compiled.
+    def compiled_call(self, call: ForwardCall) -> None:
+        """Note what of a forward of a compiled chunk was not captured, and why.
 
-        Args:
-            unit: the unit; None if nothing of the chunk was captured.
-            chunk: the chunk.
+        Nothing at all, some units, or no unit, but what lies between two graphs.
         """
-        where = (
-            f"compiled chunk {chunk}" if unit is None else f"unit {unit} in compiled chunk {chunk}"
-        )
+        chunk = f"compiled chunk {call.chunk}"
+        if not call.captured:
+            self._left_to_eager(chunk, "ran eagerly")
+        for unit in call.ran_eagerly if call.captured else ():
+            self._left_to_eager(f"unit {unit} in {chunk}", "ran eagerly")
+        if call.captured > 1 and not call.ran_eagerly:
+            self._left_to_eager(chunk, "was captured in parts, what lies between ran eagerly")
+
+    def _left_to_eager(self, where: str, what: str) -> None:
         reasons = graph_break_reasons()
         # What is new, or has happened again, since something last ran eagerly.
         fresh = [why for why, times in reasons.items() if times != self._reasons.get(why)]
@@ -125,7 +130,7 @@ class Report:
             # A frame that is left alone has others below it that break for reasons of their own.
             self._why = "; ".join(fresh)
         hint = "TORCH_LOGS=graph_breaks,recompiles tells more"
-        self.fall_back(Fallback(where, "ran eagerly", f"{self._why} ({hint})"))
+        self.fall_back(Fallback(where, what, f"{self._why} ({hint})"))
 
     def leave_program(self, window: int, why: str) -> None:
         """Note that a window left its program and was recorded as a new one; one log line each.

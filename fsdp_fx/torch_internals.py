@@ -34,6 +34,7 @@ __all__ = [
     "outside_of_selective_checkpoints",
     "queue_callback",
     "remove_forward_hooks",
+    "saved_tensors_hooks",
     "skip_code",
     "tensor_hooks",
     "trace_artifact",
@@ -43,6 +44,7 @@ try:
     from torch._C import _current_autograd_node as _autograd_node
     from torch._C import _current_graph_task_id as _graph_task_id
     from torch._C import _len_torch_dispatch_stack, _will_engine_execute_node
+    from torch._C._autograd import _top_saved_tensors_default_hooks
     from torch._C._dynamo.eval_frame import get_eval_frame_callback
     from torch._dynamo.eval_frame import skip_code
     from torch._dynamo.utils import counters
@@ -172,6 +174,11 @@ def queue_callback(callback: Callable[[], None]) -> None:
 def default_store() -> Store:
     """The key-value store through which the default process group found its ranks."""
     return _get_default_store()
+
+
+def saved_tensors_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+    """The innermost pack and unpack hooks on what autograd saves, if there are any."""
+    return _top_saved_tensors_default_hooks(False)
 
 
 def tensor_hooks(tensor: torch.Tensor) -> list[Callable[[torch.Tensor], object]]:

@@ -336,7 +336,14 @@ def test_time_to_the_first_step_grows_by_no_more_than_tracing(
     numbers = (4, 16, 48)
     for kind in KINDS:
         first_step(kind, 1)  # imports
-    seconds = {kind: [first_step(kind, layers) for layers in numbers] for kind in KINDS}
+    seconds = {
+        kind: [
+            # The better of two, but for what takes longest.
+            min(first_step(kind, layers) for _ in range(1 if "whole" in kind else 2))
+            for layers in numbers
+        ]
+        for kind in KINDS
+    }
     with capsys.disabled():
         print("\nprocessor seconds of the first forward and backward")
         print(f"{'layers':<24}" + "".join(f"{layers:>8}" for layers in numbers))

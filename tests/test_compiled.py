@@ -117,16 +117,35 @@ def _saved_values(policy: str) -> None:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         output = chunk(tokens[0])
     assert saved
-    parameters = 0
     for tensor in saved:
-        if not tensor.untyped_storage().nbytes():
-            parameters += 1  # a unit's own parameter, freed until its backward
-            continue
+        # Units' own parameters, freed until their backward, are handed past such hooks.
+        assert tensor.untyped_storage().nbytes()
         assert tuple(tensor.shape) not in shapes, f"a saved copy of shape {tuple(tensor.shape)}?"
         assert tuple(tensor.shape[::-1]) not in shapes, "a saved transposed copy?"
-    assert parameters
     output.float().sum().backward()
     context.finish_grad_sync()
+
+
+def _offloaded() -> None:
+    setup = set_up(make_chunks(2, 2), region_compiler="eager")
+    packed: list[torch.Tensor] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        packed.append(tensor.clone())  # reads it
+        return packed[-1]
+
+    for step in range(3):
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            setup.step(list(interleaved(2, 2)), make_data(step, 2), exact=True)
+    assert packed
+    assert setup.context.stats.recorded_windows == 1
+    assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None, "left behind"
+
+
+def test_hooks_that_move_activations_away_see_no_parameter_that_is_freed(
+    ranks: RankPools,
+) -> None:
+    ranks(2).run(_offloaded, timeout=LONG)
 
 
 @pytest.mark.parametrize("policy", ["fp32", "bf16"])
@@ -230,12 +249,11 @@ class Broken(nn.Module):
         self.inside = inside
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.embedding(x)
-        for layer in self.layers:
-            x = layer(x)
-            if not self.inside:
-                torch._dynamo.graph_break()
-        return self.head(x)
+        x = self.layers[0](self.embedding(x))
+        if not self.inside:
+            torch._dynamo.graph_break()
+        x = self.layers[1](x)
+        return self.head(self.layers[2](x))
 
 
 class Stubborn(nn.Module):
@@ -270,7 +288,9 @@ def _graph_break(inside: bool) -> tuple[str, list[str]]:
 
 
 def test_a_graph_break_between_layers_keeps_the_step_right(ranks: RankPools) -> None:
-    ranks(2).run(_graph_break, False, timeout=LONG)
+    explanation, logged = ranks(2).run(_graph_break, False, timeout=LONG)[0]
+    assert "compiled chunk c0: was captured in parts, what lies between ran eagerly" in explanation
+    assert [line for line in logged if "in parts" in line and "graph_break()" in line] == logged
 
 
 def test_a_layer_that_is_not_captured_runs_eagerly_and_explain_says_why(
@@ -434,6 +454,10 @@ def _refuse(attempt: str) -> str:
         options = {"region_compiler": "eager", "inductor": {"max_autotune": True}}
     elif attempt == "unknown inductor option":
         options = {"inductor": {"max_autotun": True}}
+    elif attempt == "no dict":
+        options = {"inductor": 3}
+    elif attempt == "no bool":
+        options = {"fallback_random": "no"}
     elif attempt == "random numbers":
         options = {"region_compiler": "eager", "fallback_random": True}
     elif attempt == "cuda graphs":
@@ -456,6 +480,8 @@ def _refuse(attempt: str) -> str:
         ("region compiler", 'use "inductor", "eager", or a callable'),
         ("inductor options", "remove it"),
         ("unknown inductor option", "has no 'max_autotun'"),
+        ("no dict", "is a dict of Inductor's configuration, not 3"),
+        ("no bool", "is True or False, not 'no'"),
         ("random numbers", "'fallback_random' has no effect"),
         ("cuda graphs", "remove the triton.cudagraphs option"),
     ],

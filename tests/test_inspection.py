@@ -152,7 +152,9 @@ def test_what_the_documentation_says_to_print_prints(capsys: pytest.CaptureFixtu
         exec(block, {"ctx": context})
     printed = capsys.readouterr().out
     assert "GraphKey(chunk='c0', direction='backward'" in printed
-    assert "residency.prefetch(unit_0)                # c0.layers.0, 8.6 KiB: gather ahead" in printed
+    assert (
+        "residency.prefetch(unit_0)                # c0.layers.0, 8.6 KiB: gather ahead" in printed
+    )
     assert "pass frees\n--- before" in printed
     loggers = set(re.findall(r"^\| `(fsdp_fx[.\w]*)` \|", page, re.MULTILINE))
     assert loggers == {"fsdp_fx", *(f"fsdp_fx.{topic}" for topic in get_args(Topic))}

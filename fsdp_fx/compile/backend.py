@@ -192,7 +192,14 @@ def _read_options(
             raise ValueError(
                 f"option {name!r} has no effect with region_compiler={region_compiler!r}: remove it"
             )
-    inductor = given.get("inductor", {})
+    inductor, fallback_random = given.get("inductor", {}), given.get("fallback_random", True)
+    if not isinstance(inductor, Mapping) or not isinstance(fallback_random, bool):
+        name, kind = (
+            ("fallback_random", "True or False")
+            if isinstance(inductor, Mapping)
+            else ("inductor", "a dict of Inductor's configuration")
+        )
+        raise ValueError(f"option {name!r} is {kind}, not {given[name]!r}")
     if strange := unknown_inductor_options(inductor):
         raise ValueError(
             f"options={{'inductor': {{{strange[0]!r}: ...}}}}: torch._inductor.config has no "
@@ -203,7 +210,7 @@ def _read_options(
             "CUDA graphs are not supported: a region's parameters are at another address after "
             "each gather; remove the triton.cudagraphs option"
         )
-    return region_compiler, bool(given.get("fallback_random", True)), inductor
+    return region_compiler, fallback_random, inductor
 
 
 def _refuse_sharded(

@@ -102,7 +102,8 @@ class ScheduledGraph:
         window = context.window
         backward = self.direction == "backward"
         call = self._backward_call(window) if backward else self._forward_call(window)
-        call.captured = True
+        if not backward:
+            call.captured += 1
         accumulates = self._accumulates(units, inputs) if backward else None
         keeps = accumulates is not False
         if accumulates:

@@ -20,6 +20,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
 import torch
@@ -27,6 +28,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..calls import ForwardCall, Use
+from ..report import Report
 from ..torch_internals import (
     active_compile_callback,
     add_forward_hook,
@@ -48,6 +50,7 @@ from .backward import (
     watch_pass,
 )
 from .casts import CAST_KEY, install_input_cast, install_output_cast
+from .saved_tensors import spare_parameters
 from .tensors import differentiable_tensors
 
 __all__ = ["BackwardOf", "ModuleHooks", "refuse_parameter", "shows_sharded"]
@@ -138,6 +141,7 @@ class _Entry:
     uses: list[Use] = dataclasses.field(default_factory=list)
     exposed: list[Unit] = dataclasses.field(default_factory=list)
     backward: BackwardOf | None = None
+    spared: AbstractContextManager[Any] | None = None
 
 
 class ModuleHooks:
@@ -153,8 +157,7 @@ class ModuleHooks:
             chunk that is not itself sharded.
         root: the chunk; where the module is it, its forward is a call.
         pass_end: called when an outermost autograd pass ends.
-        ran_eagerly: called with a unit's and a chunk's name when the unit's hooks fire
-            inside of a chunk that is compiled; with None where nothing was captured.
+        report: told what ran how when a forward of a compiled chunk is over.
         together: whether ``units`` has those of the sharded modules below, whose own
             hooks are left out.
     """
@@ -169,7 +172,7 @@ class ModuleHooks:
         sharded: ShardedModule | None,
         root: nn.Module,
         pass_end: Callable[[], None],
-        ran_eagerly: Callable[[str | None, str], None],
+        report: Report,
         together: bool = False,
     ) -> None:
         self.window = window
@@ -180,7 +183,7 @@ class ModuleHooks:
         self.is_chunk = module is root
         self._root = weakref.ref(root)
         self._pass_end = pass_end
-        self._ran_eagerly = ran_eagerly
+        self._report = report
         self._entries: list[_Entry] = []
         self._warned_of_view = False
         self.delays_weight_gradients = False
@@ -209,7 +212,9 @@ class ModuleHooks:
         self._entries.clear()
 
     def _install(self, module: nn.Module, sharded: ShardedModule | None) -> None:
-        if self.is_chunk and type(module).forward.__module__.startswith("torch.nn."):
+        # A generated forward, that of an fx.GraphModule, is of no Python module.
+        origin = getattr(type(module).forward, "__module__", None) or ""
+        if self.is_chunk and origin.startswith("torch.nn."):
             # torch.compile does not capture the frame of a forward of torch's own and would
             # inline the call instead, with the hooks, which must run outside of the graph.
             module.__class__ = _framed(type(module))
@@ -325,6 +330,9 @@ class ModuleHooks:
             for unit in self.inner_units:
                 if unit.is_alive:
                     self._expose(unit, entry.exposed)
+            entry.spared = spare_parameters()
+            if entry.spared is not None:
+                entry.spared.__enter__()
         if not torch.is_grad_enabled():
             return None
         entry.backward = BackwardOf(self, call)
@@ -354,6 +362,8 @@ class ModuleHooks:
         if not self._entries:
             return  # forgotten by abort()
         entry = self._entries.pop()
+        if entry.spared is not None:
+            entry.spared.__exit__(None, None, None)
         window = self.window
         for unit in entry.exposed:
             unit.conceal()
@@ -367,9 +377,7 @@ class ModuleHooks:
         if entry.opened_call:
             window.close_call(entry.call, needs_backward=bool(tensors) or entry.repeated)
             if entry.call.compiled and not failed:
-                # Where nothing was captured that says it all.
-                for name in entry.call.ran_eagerly if entry.call.captured else (None,):
-                    self._ran_eagerly(name, self.chunk)
+                self._report.compiled_call(entry.call)
         for tensor in tensors:
             refuse_parameter(module, tensor, self.units)
         if not entry.recomputation and (tensors or (entry.repeated and not failed)):

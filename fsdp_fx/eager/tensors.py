@@ -30,6 +30,9 @@ def _map(function: Callable[[torch.Tensor], Any], value: Any) -> tuple[Any, bool
     if isinstance(value, torch.Tensor):
         new = function(value)
         return new, new is not value
+    if value is None or isinstance(value, bool | int | float | str):
+        # The compiler of torch 2.11 does not trace what is asked of others below.
+        return value, False
     if type(value) is tuple or type(value) is dict:
         # The arguments themselves: each keeps its identity on its own.
         items = value.values() if type(value) is dict else value
