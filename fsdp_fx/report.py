@@ -117,7 +117,7 @@ class Report:
         if not call.captured:
             self._left_to_eager(chunk, "ran eagerly")
         for unit in call.ran_eagerly if call.captured else ():
-            self._left_to_eager(f"unit {unit} in {chunk}", "ran eagerly")
+            self._left_to_eager(f"unit {unit} in {chunk}", "ran from its hooks")
         if call.captured > 1 and not call.ran_eagerly:
             self._left_to_eager(chunk, "was captured in parts, what lies between ran eagerly")
 

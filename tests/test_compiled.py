@@ -297,7 +297,7 @@ def test_a_layer_that_is_not_captured_runs_eagerly_and_explain_says_why(
     ranks: RankPools,
 ) -> None:
     explanation, logged = ranks(2).run(_graph_break, True, timeout=LONG)[0]
-    assert "unit c0.layers.1 in compiled chunk c0: ran eagerly" in explanation
+    assert "unit c0.layers.1 in compiled chunk c0: ran from its hooks" in explanation
     assert "graph_break" in explanation
     assert sum("c0.layers.1" in line for line in logged) == 1
 
@@ -475,7 +475,7 @@ def _refuse(attempt: str) -> str:
     ("attempt", "advice"),
     [
         ("other backend", 'use torch.compile(backend="fsdp_fx")'),
-        ("mode", "pass Inductor's settings"),
+        ("mode", "cannot use CUDA graphs: pass other settings of Inductor"),
         ("option", "use region_compiler, fallback_random, inductor"),
         ("region compiler", 'use "inductor", "eager", or a callable'),
         ("inductor options", "remove it"),
@@ -587,6 +587,26 @@ def _lengths() -> None:
 
 def test_other_sequence_lengths_follow_the_same_program(ranks: RankPools) -> None:
     ranks(2).run(_lengths, timeout=LONG)
+
+
+@pytest.mark.usefixtures("fake_group")
+@pytest.mark.parametrize("name", ["aot_eager", "eager"])
+def test_torchs_own_backends_compile_regions(name: str) -> None:
+    backend_of_torch = torch._dynamo.lookup_backend(name)
+    setup = set_up(make_chunks(1, 2), region_compiler=backend_of_torch)
+    for step in range(2):
+        run_actions(setup.callables, list(interleaved(1, 2)), make_data(step, 2), rank=0)
+        setup.context.finish_grad_sync()
+    assert setup.context.report.distinct_regions > 3
+    assert not setup.context.fallbacks
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_a_region_compiler_that_returns_nothing_is_named() -> None:
+    setup = set_up(make_chunks(1, 1), region_compiler=lambda gm, inputs: None)
+    with pytest.raises(Exception, match=r"region_compiler=.*lambda> returned NoneType"):
+        setup.callables[0](make_data(0, 1)[0][0][0])
+    setup.context.abort()
 
 
 @pytest.mark.usefixtures("fake_group")

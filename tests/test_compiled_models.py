@@ -413,7 +413,7 @@ def check_fallbacks(training: Training) -> None:
     """What ran eagerly is what the row says."""
     context, row = training.context, training.row
     chunk = f"c{0 if row.placed == 'first' else 1}"
-    ran_eagerly = [each.where for each in context.fallbacks if each.what == "ran eagerly"]
+    ran_eagerly = [each.where for each in context.fallbacks if each.what == "ran from its hooks"]
     wanted = {f"unit {chunk}.{unit} in compiled chunk {chunk}" for unit in row.eager}
     assert set(ran_eagerly) == wanted, context.explain()
     explanation = context.explain()
@@ -422,7 +422,8 @@ def check_fallbacks(training: Training) -> None:
     assert "torch.compile did not capture it" not in explanation, "no reason is given"
     if not row.eager:
         left = [each for each in context.fallbacks if "left its program" not in each.what]
-        assert not left, context.explain()
+        in_parts = [each for each in left if each.what.startswith("was captured in parts")]
+        assert len(left) == len(in_parts) == (0 if row.fullgraph else 1), context.explain()
     graphs = {key.graph for key in context.compiled_graphs if key.chunk == chunk}
     assert len(graphs) == 1 or not row.fullgraph, context.explain()
     assert len(graphs) > 1 or row.fullgraph or row.eager, context.explain()
@@ -467,7 +468,21 @@ def train_under_orders_and_budgets(name: str) -> None:
     check_fallbacks(training)
 
 
-@pytest.mark.parametrize("name", list(BY_NAME))
+# Rows that others of the table are near to: `-m soak` trains these as well.
+NEAR_OTHERS = (
+    *("moe_expert_units", "gru_cell", "embedding_bag", "one_element_parameters"),
+    *("tied_across_a_break", "around_breaks", "called_twice_around_a_break", "weight_products"),
+    *("weight_norm", "two_dtypes_in_a_layer", "full_gate", "cast_inputs_false", "named_tuple"),
+    *("tuple_output", "list_of_views_output", "checkpoint_in_a_layer", "custom_function"),
+    *("skipped_layer", "detached_layer", "nested_units", "statistics_around_a_break"),
+    *("item_in_a_layer", "break_in_nested_units"),
+)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.soak if name in NEAR_OTHERS else ()) for name in BY_NAME],
+)
 def test_model_trains_compiled_as_it_does_whole(ranks: RankPools, name: str) -> None:
     ranks(2).run(train_under_orders_and_budgets, name, timeout=120)
 
@@ -489,3 +504,4 @@ def test_models_of_several_kinds_train_through_inductor(ranks: RankPools) -> Non
 
 def test_the_table_has_a_name_for_each_row() -> None:
     assert len(BY_NAME) == len(ROWS)
+    assert set(NEAR_OTHERS) < set(BY_NAME)

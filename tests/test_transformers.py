@@ -428,7 +428,9 @@ def _compiled(name: str, region_compiler: str, in_place: bool, tolerance: float 
 def _say_what_fell_back(training: Training) -> None:
     architecture, context = training.architecture, training.context
     reasons = list(counters["graph_break"])
-    eager = [each for each in context.fallbacks if each.what == "ran eagerly"]
+    eager = [
+        each for each in context.fallbacks if each.what in ("ran eagerly", "ran from its hooks")
+    ]
     layers = len(architecture.layers(training.model))
     if architecture.breaks is None:
         assert not reasons, reasons
@@ -480,7 +482,14 @@ def _use_between_windows(training: Training) -> None:
     assert context.stats.replayed_windows == stats.replayed_windows + 1
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        # Each of these is near to another: a decoder, experts, an encoder.
+        pytest.param(name, marks=pytest.mark.soak if name in ("llama", "qwen-moe", "bert") else ())
+        for name in ARCHITECTURES
+    ],
+)
 def test_compiled_model_trains_like_the_whole_one_and_says_what_fell_back(
     ranks: RankPools, name: str
 ) -> None:

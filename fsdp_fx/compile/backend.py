@@ -172,8 +172,8 @@ def _read_options(
 ) -> tuple[RegionCompilerName, bool, Mapping[str, Any]]:
     if mode not in (None, "default"):
         raise ValueError(
-            f"mode={mode!r} has no effect on backend fsdp_fx: pass Inductor's settings as "
-            'options={"inductor": {...}}'
+            f"mode={mode!r} has no effect on backend fsdp_fx, which cannot use CUDA graphs: pass "
+            'other settings of Inductor as options={"inductor": {...}}'
         )
     given = dict(options or {})
     unknown = [name for name in given if name not in _OPTIONS]

@@ -16,6 +16,7 @@ This module gathers, frees and reduces nothing, and knows no process group.
 from __future__ import annotations
 
 import hashlib
+import inspect
 import operator
 import threading
 import weakref
@@ -768,8 +769,15 @@ class RegionCompiler:
             self.cache_misses += after.misses - before.misses
             self.cache_bypasses += after.bypasses - before.bypasses
         else:
-            compiled = self.region_compiler(own, example_inputs)
-        return compiled if getattr(compiled, "_boxed_call", False) else _boxed(compiled)
+            with torch_internals.tracing_of_its_own(example_inputs):
+                compiled = self.region_compiler(own, example_inputs)
+            if not callable(compiled):
+                raise TypeError(
+                    f"region_compiler={_describe_target(self.region_compiler)} returned "
+                    f"{type(compiled).__name__}: it takes an fx.GraphModule and example inputs and "
+                    "returns a callable"
+                )
+        return compiled if _takes_one_list(compiled) else _boxed(compiled)
 
 
 def _run_as_is(gm: fx.GraphModule) -> CompiledRegion:
@@ -787,6 +795,17 @@ def _run_as_is(gm: fx.GraphModule) -> CompiledRegion:
 
     run._boxed_call = True  # type: ignore[attr-defined]
     return run
+
+
+def _takes_one_list(function: Callable[..., Any]) -> bool:
+    """Whether a compiled function has the boxed convention; some of torch's only say so."""
+    if not getattr(function, "_boxed_call", False):
+        return False
+    try:
+        parameters = inspect.signature(function, follow_wrapped=False).parameters.values()
+    except (TypeError, ValueError):  # of C code
+        return True
+    return all(each.kind is not inspect.Parameter.VAR_POSITIONAL for each in parameters)
 
 
 def _boxed(function: Callable[..., Any]) -> CompiledRegion:

@@ -37,6 +37,7 @@ __all__ = [
     "parameter_alias_outputs",
     "run_joint_graph_passes",
     "shape_env_of",
+    "tracing_of_its_own",
     "unknown_inductor_options",
 ]
 
@@ -249,6 +250,16 @@ def cache_counts() -> CacheCounts:
     """How often graphs were found in Inductor's cache, were not, or could not be kept there."""
     inductor = counters["inductor"]
     return CacheCounts(*(inductor[f"fxgraph_cache_{what}"] for what in ("hit", "miss", "bypass")))
+
+
+@contextlib.contextmanager
+def tracing_of_its_own(example_inputs: Sequence[Any]) -> Iterator[None]:
+    """Keeps what AOTAutograd knows of the whole graph from a compiler of one region."""
+    with _named_on_failure():
+        from torch._guards import detect_fake_mode
+
+    with tracing(TracingContext(detect_fake_mode(example_inputs))):
+        yield
 
 
 def compile_with_inductor(
