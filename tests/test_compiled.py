@@ -585,6 +585,7 @@ def _lengths() -> None:
     assert setup.context.stats.divergences == 0
 
 
+@pytest.mark.soak  # case 21 is like it
 def test_other_sequence_lengths_follow_the_same_program(ranks: RankPools) -> None:
     ranks(2).run(_lengths, timeout=LONG)
 

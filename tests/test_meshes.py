@@ -345,7 +345,9 @@ def on_several_meshes(place: Placement, compiler: str | None, order: str) -> Non
         assert_captured(training.context)
 
 
-@pytest.mark.parametrize("place", [by_chunk, by_unit, with_replicas])
+@pytest.mark.parametrize(
+    "place", [by_chunk, pytest.param(by_unit, marks=pytest.mark.soak), with_replicas]
+)
 def test_units_on_different_meshes_train_like_whole_ones(
     ranks: RankPools, place: Placement
 ) -> None:

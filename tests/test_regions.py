@@ -200,7 +200,7 @@ def test_inductor(case: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fallback_random", [True, False])
+@pytest.mark.parametrize("fallback_random", [True, pytest.param(False, marks=pytest.mark.soak)])
 def test_inductor_dropout(fallback_random: bool) -> None:
     model = Layers(*(Block(dropout=0.5) for _ in range(5)))
     if fallback_random:
