@@ -104,7 +104,12 @@ CASES: dict[int, tuple[str, ...]] = {
     22: (f"{HERE}::test_case_22_one_rank_alone_recompiles",),
     23: (f"{HERE}::test_case_23_running_statistics_equal_the_reference",),
     24: (f"{HERE}::test_case_24_backward_events_of_structured_outputs_are_seen",),
-    25: ("test_compiled::test_what_the_backend_cannot_do_is_an_error_that_says_what_to_do",),
+    25: (
+        "test_compiled::test_what_the_backend_cannot_do_is_an_error_that_says_what_to_do",
+        "test_misuse::test_capture_into_a_cuda_graph_is_refused_before_anything_is_gathered",
+        "gpu/test_cuda_graphs::"
+        "test_a_step_that_is_captured_is_refused_and_ten_ordinary_ones_follow",
+    ),
 }
 
 
