@@ -21,7 +21,7 @@ from fsdp_fx.demo.model import BYTES, ModelShape, Stage, next_byte_loss
 from fsdp_fx.demo.observe import Observer
 from fsdp_fx.demo.text import Text
 from fsdp_fx.demo.training import FILES, Options
-from ranks import RankPools
+from ranks import RankPools, run_script
 
 ROOT = Path(__file__).parent.parent
 
@@ -110,15 +110,11 @@ def _blocks(language: str) -> Sequence[str]:
     return [text for name, text in blocks if name == language]
 
 
-def _torchrun(script: str, tmp_path: Path) -> str:
+def _printed(script: str, tmp_path: Path) -> str:
     """What a script prints on two ranks."""
-    (tmp_path / "script.py").write_text(script, encoding="utf-8")
-    done = _run(
-        *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "script.py"),
-        cwd=tmp_path,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    path = tmp_path / "script.py"
+    path.write_text(script, encoding="utf-8")
+    return run_script(path, cwd=tmp_path)
 
 
 @pytest.mark.slow
@@ -135,7 +131,7 @@ def test_the_quickstart_runs_as_printed(tmp_path: Path, compiled: bool) -> None:
             quickstart,
         )
         assert lines == 1
-    printed = _torchrun(quickstart, tmp_path)
+    printed = _printed(quickstart, tmp_path)
     assert "step 2: loss" in printed
     assert re.search(r"windows: 3 closed\W+1 recorded\b.*\b2 replayed", printed)
     how = "compiled, graph" if compiled else "eager, scheduled from hooks"
@@ -193,7 +189,7 @@ def test_the_converted_script_trains_to_the_same_weights(tmp_path: Path) -> None
     for side in "-+":
         body = "\n".join(line[1:] for line in lines if line[0] in (" ", side))
         before, after = _AROUND_THE_DIFF
-        _torchrun(before + body + after, tmp_path)
+        _printed(before + body + after, tmp_path)
         states.append(torch.load(tmp_path / "state.pt"))
     assert states[0].keys() == states[1].keys()
     for name, value in states[0].items():

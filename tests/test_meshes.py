@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -37,6 +38,7 @@ GROUPS = {
 Placement = Callable[[str], str]
 
 
+@functools.cache  # the threads of process groups last as long as the rank, and do not sleep
 def meshes() -> dict[str, DeviceMesh]:
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
     return {

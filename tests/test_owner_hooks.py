@@ -6,6 +6,7 @@ optimizer step; and every unit must be sharded at its end.
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib.util
 import itertools
@@ -944,8 +945,15 @@ def _example() -> ModuleType:
     return module
 
 
+@functools.cache  # with its meshes: the threads of process groups last as long as the rank
+def _the_example() -> ModuleType:
+    example: Any = _example()
+    example.init_device_mesh = functools.cache(example.init_device_mesh)
+    return example
+
+
 def _mixture_of_experts(delayed: bool) -> None:
-    example = _example()
+    example = _the_example()
     options = example.Options(layers=2, microbatches=3, delay_weight_gradients=delayed)
     recorded, *replayed = example.train(options)
     for row in (recorded, *replayed):

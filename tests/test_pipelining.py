@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -70,6 +71,11 @@ class Chunk(nn.Module):
         return self.norm(x)
 
 
+@functools.cache  # the threads of process groups last as long as the rank, and do not sleep
+def _mesh() -> DeviceMesh:
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+
+
 class Job:
     """One rank of PP 2 × FSDP 2, and the reference that it is compared with.
 
@@ -83,7 +89,7 @@ class Job:
     def __init__(
         self, schedule: Any, scale_grads: bool = True, compiled: bool = False, **context: Any
     ) -> None:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+        mesh = _mesh()
         self.pp, self.dp = mesh.get_local_rank("pp"), mesh.get_local_rank("dp")
         per_rank = 1 if schedule in ONE_STAGE else 2
         stages = 2 * per_rank

@@ -7,13 +7,14 @@ import pickle
 import signal
 import threading
 import time
+from pathlib import Path
 from typing import TypeVar
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from ranks import RankPool, RankPools
+from ranks import RankPool, RankPools, run_script
 
 T = TypeVar("T")
 
@@ -150,3 +151,29 @@ def test_a_fake_group_has_two_ranks_by_default(fake_group: dist.ProcessGroup) ->
 
 def test_no_fake_group_outlives_its_test() -> None:
     assert not dist.is_initialized()
+
+
+def test_a_script_runs_as_under_torchrun(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys\nimport torch, torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\nranks = torch.tensor([dist.get_rank()])\n"
+        "dist.all_reduce(ranks)\nprint('sum', int(ranks), sys.argv[1:], __name__)\n"
+    )
+    assert run_script(script, "--a", world_size=3, cwd=tmp_path) == "sum 3 ['--a'] __main__\n"
+
+
+def test_a_script_that_fails_or_hangs_on_a_rank_is_an_error_with_what_it_wrote(
+    tmp_path: Path,
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, time\nprint('begun', flush=True)\nif os.environ['RANK'] == '1':\n"
+    )
+    begun = script.read_text()
+    script.write_text(begun + "    1 / 0\n")
+    with pytest.raises(AssertionError, match=r"(?s)rank 1, exit code 1\nbegun.*ZeroDivisionError"):
+        run_script(script, cwd=tmp_path)
+    script.write_text(begun + "    time.sleep(600)\n")
+    with pytest.raises(AssertionError, match=r"rank 1, exit code None\nbegun"):
+        run_script(script, cwd=tmp_path, timeout=5.0)
