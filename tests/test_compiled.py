@@ -97,6 +97,7 @@ def _count_regions(layers: int) -> tuple[int, int]:
     return len(compiled), setup.context.report.region_uses
 
 
+@pytest.mark.soak  # test_compile_cost.py has it for smaller layers
 def test_compiled_regions_do_not_grow_with_the_number_of_layers(ranks: RankPools) -> None:
     few = ranks(2).run(_count_regions, 4, timeout=LONG)[0]
     many = ranks(2).run(_count_regions, 16, timeout=LONG)[0]

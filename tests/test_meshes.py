@@ -197,7 +197,14 @@ def once_per_unit(compiler: str | None, order: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("compiler", "order"), [*((None, order) for order in ORDERS), ("eager", "interleaved")]
+    ("compiler", "order"),
+    [
+        *(
+            pytest.param(None, order, marks=() if order == "one_by_one" else pytest.mark.soak)
+            for order in ORDERS
+        ),
+        ("eager", "interleaved"),
+    ],
 )
 def test_replicated_units_are_all_reduced_once_per_window(
     ranks: RankPools, compiler: str | None, order: str
@@ -348,7 +355,8 @@ def on_several_meshes(place: Placement, compiler: str | None, order: str) -> Non
 
 
 @pytest.mark.parametrize(
-    "place", [by_chunk, pytest.param(by_unit, marks=pytest.mark.soak), with_replicas]
+    "place",
+    [*(pytest.param(each, marks=pytest.mark.soak) for each in (by_chunk, by_unit)), with_replicas],
 )
 def test_units_on_different_meshes_train_like_whole_ones(
     ranks: RankPools, place: Placement

@@ -82,7 +82,7 @@ def test_compiled_training_without_inductor_equals_the_reference_exactly(
     ranks(2).run(_train, order, policy, "eager", 3, timeout=240)
 
 
-@pytest.mark.parametrize("policy", ["fp32", "bf16"])
+@pytest.mark.parametrize("policy", [pytest.param("fp32", marks=pytest.mark.soak), "bf16"])
 def test_training_through_inductor_equals_the_reference_within_tolerance(
     ranks: RankPools, policy: str
 ) -> None:
