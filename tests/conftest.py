@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch.distributed as dist
+from hypothesis import HealthCheck, settings
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ranks import RankPools, clean_up
@@ -18,6 +19,23 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="N",
         help="random windows: draw N examples, others every time (default: always the same 500)",
     )
+
+
+# A test that draws passes or fails for what is changed, not for what it happened to draw, nor
+# for how busy the machine is. `pytest -m soak` draws others every time.
+for profile, repeats in (("repeatable", True), ("soak", False)):
+    settings.register_profile(
+        profile,
+        deadline=None,
+        derandomize=repeats,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not config.getoption("--hypothesis-profile"):
+        soak = "soak" in config.getoption("-m")
+        settings.load_profile("soak" if soak else "repeatable")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -588,7 +588,7 @@ def test_rank_that_waits_in_a_window_that_another_has_discarded_raises() -> None
     )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.lists(st.sampled_from(["record", "depart", "commit"]), max_size=8), st.integers(1, 3))
 def test_ranks_that_do_the_same_never_raise(actions: list[str], count: int) -> None:
     def body(agreement: Agreement) -> None:

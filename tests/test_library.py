@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fsdp_fx.library import BoundProgram, Key, ProgramLibrary
@@ -148,7 +148,6 @@ def test_programs_are_found_for_units_as_they_are_now() -> None:
     assert list(known) == [short, long]
 
 
-@settings(deadline=None)
 @given(
     st.lists(
         st.tuples(st.booleans(), st.lists(st.sampled_from("abc"), min_size=1, max_size=5)),

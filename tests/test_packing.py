@@ -88,7 +88,7 @@ def instances(draw: st.DrawFn) -> tuple[list[Item], list[int]]:
     return items, draw(st.lists(room, min_size=PLACES, max_size=PLACES))
 
 
-@settings(deadline=None, max_examples=120)
+@settings(max_examples=120)
 @given(instances())
 def test_what_is_taken_equals_exhaustive_search(instance: tuple[list[Item], list[int]]) -> None:
     items, capacity = instance

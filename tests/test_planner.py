@@ -112,7 +112,7 @@ def most_bytes_saved(window: Trace, options: PassOptions, room: Sequence[int]) -
     return free + search(0, list(room))
 
 
-@settings(deadline=None, max_examples=70)
+@settings(max_examples=70)
 @given(windows(), OPTIONS)
 def test_the_fewest_bytes_are_communicated_of_all_that_could_be_kept(
     window: Trace, options: PassOptions
@@ -127,7 +127,6 @@ def test_the_fewest_bytes_are_communicated_of_all_that_could_be_kept(
     assert program.unproven == 0
 
 
-@settings(deadline=None)
 @given(windows(), REDUCTIONS, st.data())
 def test_the_fewest_bytes_are_communicated_under_any_recorded_room(
     window: Trace, reductions: str, data: st.DataObject
@@ -164,7 +163,6 @@ def working_set(window: Trace, options: PassOptions) -> list[int]:
     ]
 
 
-@settings(deadline=None)
 @given(windows(), OPTIONS)
 def test_what_is_resident_stays_within_the_working_set_and_the_budget(
     window: Trace, options: PassOptions
@@ -182,7 +180,6 @@ def test_what_is_resident_stays_within_the_working_set_and_the_budget(
         assert there + gradients - outside <= needed + options.memory_budget
 
 
-@settings(deadline=None)
 @given(windows(), OPTIONS, BUDGETS)
 def test_more_budget_never_communicates_more(
     window: Trace, options: PassOptions, other: int
@@ -194,7 +191,6 @@ def test_more_budget_never_communicates_more(
     )
 
 
-@settings(deadline=None)
 @given(windows(), LOOKAHEADS, LOOKAHEADS)
 def test_a_budget_for_everything_gathers_and_reduces_each_unit_once(
     window: Trace, forward: int | None, backward: int | None
@@ -211,7 +207,6 @@ def test_a_budget_for_everything_gathers_and_reduces_each_unit_once(
     assert sorted(reduced) == sorted(contributions(window))
 
 
-@settings(deadline=None)
 @given(windows(), LOOKAHEADS, LOOKAHEADS)
 def test_a_budget_of_nothing_holds_what_no_budget_holds(
     window: Trace, forward: int | None, backward: int | None
@@ -312,7 +307,7 @@ TIMED = st.sampled_from((0, None, 10, 40, 200, "timed"))
 TIMED_OPTIONS = st.builds(PassOptions, TIMED, TIMED, REDUCTIONS, BUDGETS, st.booleans())
 
 
-@settings(deadline=None, max_examples=70)
+@settings(max_examples=70)
 @given(windows(calls=10), TIMED_OPTIONS, st.data())
 def test_the_plan_without_its_graph_is_that_of_the_passes(
     window: Trace, options: PassOptions, data: st.DataObject
@@ -322,7 +317,6 @@ def test_the_plan_without_its_graph_is_that_of_the_passes(
     assert outlined(window, options, measured) == outline_of(program)
 
 
-@settings(deadline=None)
 @given(windows(), LOOKAHEADS, LOOKAHEADS, st.sampled_from(("per_backward", "per_window")))
 def test_without_a_budget_the_plan_without_its_graph_is_that_of_the_passes(
     window: Trace, forward: int | None, backward: int | None, reductions: str
@@ -336,7 +330,6 @@ def test_without_a_budget_the_plan_without_its_graph_is_that_of_the_passes(
 AUTO_OPTIONS = st.builds(PassOptions, TIMED, TIMED, REDUCTIONS, st.just("auto"))
 
 
-@settings(deadline=None)
 @given(windows(), AUTO_OPTIONS, st.data())
 def test_the_recorded_room_is_never_passed(
     window: Trace, options: PassOptions, data: st.DataObject
@@ -355,7 +348,6 @@ def test_the_recorded_room_is_never_passed(
         assert there + gradients <= needed + left
 
 
-@settings(deadline=None)
 @given(windows(), st.data())
 def test_without_room_everything_is_gathered_on_demand(window: Trace, data: st.DataObject) -> None:
     # Units without bytes always have room.

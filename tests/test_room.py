@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fsdp_fx.planning.memory import Interval
@@ -93,7 +93,6 @@ def test_intervals_take_their_units_bytes_from_the_gather_to_the_free() -> None:
     assert interval_bytes(WINDOW, intervals) == [20, 20, 60, 60, 40, 40, 40, 40]
 
 
-@settings(deadline=None)
 @given(windows(), st.data())
 def test_the_room_falls_by_what_is_allocated_more(window: Trace, data: st.DataObject) -> None:
     curve = st.lists(st.integers(0, 10**6), min_size=len(window), max_size=len(window))

@@ -37,7 +37,7 @@ def measured(draw: st.DrawFn) -> tuple[Trace, Durations | None]:
 
 
 @given(measured())
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 def test_what_is_saved_comes_back(tmp_path: Path, saved: tuple[Trace, Durations | None]) -> None:
     window, durations = saved
     save_trace(window, tmp_path / "trace.json", durations)

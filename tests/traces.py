@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 
 from hypothesis import strategies as st
@@ -95,11 +95,12 @@ TWO_CHUNKS = (
 
 # Units of a chunk in the order of their uses. A use may lie inside of another, also of one of
 # the same unit, and a unit may be used twice.
+SIZES = (0, 10, 20, 30, 50)
 _SHAPES = ("a", "a b", "*(a b)", "*(a(b) c)", "a(b a)", "a b a", "*(a a)")
 
 
 @st.composite
-def windows(draw: st.DrawFn, calls: int = 6) -> Trace:
+def windows(draw: st.DrawFn, calls: int = 6, sizes: Sequence[int] = SIZES) -> Trace:
     """Small windows of one or two chunks, in any order that a schedule may call them.
 
     Units lie inside of each other and have different sizes, some of them are frozen,
@@ -108,6 +109,7 @@ def windows(draw: st.DrawFn, calls: int = 6) -> Trace:
     Args:
         draw: given by hypothesis.
         calls: the most forwards and backwards together.
+        sizes: what a unit may have as elements.
     """
     shapes = draw(st.lists(st.sampled_from(_SHAPES), min_size=1, max_size=2))
     waiting: list[tuple[int, int]] = []
@@ -123,7 +125,7 @@ def windows(draw: st.DrawFn, calls: int = 6) -> Trace:
     while waiting:
         lines.append(_backward(draw, shapes, waiting))
     names = [f"c{chunk}{name}" for chunk in range(2) for name in ("", ".a", ".b", ".c")]
-    size = st.sampled_from((0, 10, 20, 30, 50))
+    size = st.sampled_from(sizes)
     window = trace(
         "; ".join(lines),
         elements={name: draw(size) for name in names},
