@@ -1,6 +1,6 @@
 # Each target works alone on a fresh machine. TORCH is what pip is asked for, for example
 # `make test TORCH=torch==2.14.1`; ARGS goes to the command that the target runs. WORKERS is how
-# many processes share the test files; `make test WORKERS=0 ARGS='-s -k name'` runs in one.
+# many processes share the tests; `make test WORKERS=0 ARGS='-s -k name'` runs in one.
 TORCH ?= torch==2.13.0
 PYTHON ?= python3
 ARGS ?=

@@ -934,26 +934,21 @@ def test_units_that_are_called_without_their_chunk_count_their_own_microbatches(
     ranks(2).run(_sharded_submodules)
 
 
+@functools.cache  # with its meshes: the threads of process groups last as long as the rank
 def _example() -> ModuleType:
     path = Path(__file__).parents[1] / "examples" / "combined_1f1b.py"
     specification = importlib.util.spec_from_file_location("combined_1f1b", path)
     assert specification is not None
     assert specification.loader is not None
-    module = importlib.util.module_from_spec(specification)
+    module: Any = importlib.util.module_from_spec(specification)
     sys.modules[specification.name] = module  # its dataclasses look there
     specification.loader.exec_module(module)
+    module.init_device_mesh = functools.cache(module.init_device_mesh)
     return module
 
 
-@functools.cache  # with its meshes: the threads of process groups last as long as the rank
-def _the_example() -> ModuleType:
-    example: Any = _example()
-    example.init_device_mesh = functools.cache(example.init_device_mesh)
-    return example
-
-
 def _mixture_of_experts(delayed: bool) -> None:
-    example = _the_example()
+    example = _example()
     options = example.Options(layers=2, microbatches=3, delay_weight_gradients=delayed)
     recorded, *replayed = example.train(options)
     for row in (recorded, *replayed):

@@ -93,9 +93,10 @@ TWO_CHUNKS = (
 )
 
 
+SIZES = (0, 10, 20, 30, 50)  # of units, in elements
+
 # Units of a chunk in the order of their uses. A use may lie inside of another, also of one of
 # the same unit, and a unit may be used twice.
-SIZES = (0, 10, 20, 30, 50)
 _SHAPES = ("a", "a b", "*(a b)", "*(a(b) c)", "a(b a)", "a b a", "*(a a)")
 
 
