@@ -684,6 +684,20 @@ class FSDPContext:
         module = getattr(chunk, "_orig_mod", chunk)
         return next((name for name, ref in self._chunks.items() if ref() is module), None)
 
+    def why_whole_backwards(self, chunk: str) -> str | None:
+        """Why backwards of ``chunk`` cannot be split into halves, as far as hooks know.
+
+        Args:
+            chunk: its name.
+        """
+        for hooks in self._hooks:
+            if hooks.chunk == chunk and hooks.delays_weight_gradients:
+                return f"the weight gradients of {hooks.name} are delayed by themselves"
+        for owner in self._owners:
+            if owner.own.chunk == chunk:
+                return f"the submodules of {owner.own.name} are called one by one"
+        return None
+
     # What happened
 
     @property

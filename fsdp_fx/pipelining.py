@@ -6,35 +6,48 @@ the schedule then runs forwards and backwards and leaves gathers, frees and
 reductions to the context.
 
 The private names of torch's schedules and stages are used in this module only. Where a
-schedule splits the backward into an input and a weight half, the input half is the whole
-backward, and the weight half nothing: a compiled backward is one graph, and torch's own
-weight half looks for gradients of the parameters that are registered, which are sharded.
+schedule splits the backward into an input and a weight half, torch's own weight half looks
+for gradients of the parameters that are registered, which are sharded. Here the halves are
+computed with the full parameters, which are free to go in between
+(:mod:`fsdp_fx.eager.split_backward`). What cannot be split, above all compiled code, runs
+whole in the input half, and :meth:`FSDPContext.explain` says so.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import MethodType
 from typing import Any
 
+import torch
 from torch import nn
-from torch.distributed.pipelining import (
-    ScheduleDualPipeV,
-    ScheduleInterleavedZeroBubble,
-    ScheduleZBVZeroBubble,
-)
-from torch.distributed.pipelining.schedules import (
-    PipelineScheduleMulti,
-    PipelineScheduleSingle,
-)
+from torch.autograd.graph import Node, get_gradient_edge
 
 from .context import FSDPContext
+from .eager.split_backward import SplitBackward, WeightGradients
 from .report import Fallback
+from .units import unit_of_tensor
+
+try:
+    from torch.distributed.pipelining._backward import (
+        construct_reverse_graph,
+        get_param_groups,
+        stage_backward,
+        stage_backward_input,
+        stage_backward_weight,
+    )
+    from torch.distributed.pipelining.schedules import (
+        PipelineScheduleMulti,
+        PipelineScheduleSingle,
+    )
+except ImportError as error:
+    raise ImportError(
+        f"fsdp_fx supports torch 2.11 to 2.14; torch {torch.__version__} lacks a name that "
+        f"fsdp_fx.pipelining needs: {error}"
+    ) from error
 
 __all__ = ["StageShell", "bind"]
-
-_SPLIT_BACKWARD = (ScheduleDualPipeV, ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble)
 
 
 class StageShell(nn.Module):
@@ -95,13 +108,14 @@ def bind(schedule: PipelineScheduleSingle | PipelineScheduleMulti, context: FSDP
             "a pipeline schedule interleaves many forwards and backwards, which registration "
             'mode cannot know in advance: build the context with FSDPContext(mode="recorded")'
         )
-    name = type(schedule).__name__
     if isinstance(schedule, PipelineScheduleMulti):
         stages = list(schedule._stages)
     elif isinstance(schedule, PipelineScheduleSingle):
         stages = [schedule._stage]
     else:
-        raise TypeError(f"bind() takes a torch.distributed.pipelining schedule, not {name}")
+        raise TypeError(
+            f"bind() takes a torch.distributed.pipelining schedule, not {type(schedule).__name__}"
+        )
     names = []
     for stage in stages:
         if isinstance(stage.submod, StageShell):
@@ -115,26 +129,12 @@ def bind(schedule: PipelineScheduleSingle | PipelineScheduleMulti, context: FSDP
         names.append(chunk)
     for stage, chunk in zip(stages, names, strict=True):
         _bind_stage(stage, chunk, context)
-        if isinstance(schedule, _SPLIT_BACKWARD) and stage.dw_builder is _nothing_left:
-            context.report.fall_back(
-                Fallback(
-                    f"stage {stage.stage_index} (chunk {chunk}) of {name}",
-                    "the whole backward runs in its input half",
-                    "gathers, frees and reductions of the two halves are not scheduled apart",
-                )
-            )
     schedule.eval = _as_evaluation(schedule.eval, context)  # type: ignore[method-assign]
-
-
-def _nothing_left() -> Callable[[], None]:
-    """What torch calls after an input half, for its weight half."""
-    return lambda: None
 
 
 def _bind_stage(stage: Any, chunk: str, context: FSDPContext) -> None:
     stage.submod = StageShell(stage.submod)
-    if stage.dw_builder is None:
-        stage.dw_builder = _nothing_left
+    stage.backward_maybe_with_nosync = _Backwards(stage, chunk, context)
     # Gradients are scaled by the schedule in place: they must have arrived by then.
     scale_grads = _held_weakly(stage.scale_grads)
 
@@ -150,6 +150,130 @@ def _bind_stage(stage: Any, chunk: str, context: FSDPContext) -> None:
     compute_outputs = getattr(stage, "_compute_outputs", None)
     if compute_outputs is not None:
         stage._compute_outputs = _as_evaluation(compute_outputs, context)
+
+
+class _Backwards:
+    """What a stage runs for a whole backward and for either half of one.
+
+    Args:
+        stage: the stage.
+        chunk: its chunk's name.
+        context: whose units the chunk has.
+    """
+
+    def __init__(self, stage: Any, chunk: str, context: FSDPContext) -> None:
+        self._whole = _held_weakly(stage.backward_maybe_with_nosync)
+        self._where = f"stage {stage.stage_index} (chunk {chunk})"
+        self._chunk = chunk
+        self._units = [unit for unit in context.units if unit.spec.chunk == chunk]
+        self._context = weakref.ref(context)
+
+    def __call__(
+        self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
+    ) -> tuple[Any, Any]:
+        """What ``backward_maybe_with_nosync`` of the stage does for a plain module."""
+        if backward_type == "input":
+            return self._input_half(**bwd_kwargs)
+        if backward_type == "weight":
+            half: _WeightHalf | None = bwd_kwargs["param_groups"]
+            if half is not None:
+                half.compute()
+            return (), None
+        return self._whole(backward_type, bwd_kwargs, last_backward)
+
+    def _input_half(
+        self,
+        stage_output: Sequence[torch.Tensor],
+        output_grads: Sequence[torch.Tensor | None] | None,
+        input_values: Sequence[Any],
+    ) -> tuple[Any, _WeightHalf | None]:
+        context = self._context()
+        assert context is not None
+        weights = [weight for unit in self._units for weight in unit.trained_parameters]
+        reason = context.why_whole_backwards(self._chunk) or _why_whole(
+            stage_output, input_values, weights
+        )
+        if reason is not None:
+            context.report.fall_back(
+                Fallback(
+                    self._where,
+                    "the whole backward runs in its input half",
+                    reason,
+                )
+            )
+            # A loss comes alone, and without a gradient.
+            outputs: Any = stage_output if output_grads is not None else stage_output[0]
+            return stage_backward(outputs, output_grads, input_values), None
+        halves = SplitBackward(context.window)
+        with halves.input_half():
+            gradients, groups = stage_backward_input(
+                list(stage_output),
+                output_grads,  # type: ignore[arg-type]  # torch's own stage has None in it, too
+                list(input_values),
+                iter(weights),
+            )
+        return gradients, _WeightHalf(halves, groups)
+
+
+class _WeightHalf:
+    """The gradients of weights that are left to compute after an input half.
+
+    Args:
+        halves: the events of the backward.
+        groups: what torch knows of them: for each, the node of the graph where its
+            gradients begin, what arrived there, and the leaves where they end.
+    """
+
+    def __init__(self, halves: SplitBackward, groups: list[dict[str, Any]]) -> None:
+        self._halves = halves
+        self._groups = groups
+
+    def compute(self) -> None:
+        """Compute them."""
+        groups, self._groups = self._groups, []
+        self._halves.weight_half([self._piece(group) for group in groups])
+
+    @staticmethod
+    def _piece(group: dict[str, Any]) -> WeightGradients:
+        weights = [node.variable for node in group["params"]]
+        units = {unit_of_tensor(weight) for weight in weights}
+
+        def compute() -> None:
+            stage_backward_weight(iter(weights), [group])
+
+        return WeightGradients(frozenset(unit for unit in units if unit is not None), compute)
+
+
+# Nodes whose backward is one piece: it would compute all gradients in either half.
+_INDIVISIBLE = {
+    "CompiledFunctionBackward": "a compiled backward is one graph",
+    "CheckpointFunctionBackward": "a reentrant checkpoint has one backward for all gradients",
+}
+
+
+def _why_whole(
+    outputs: Sequence[torch.Tensor], inputs: Sequence[Any], weights: Sequence[torch.Tensor]
+) -> str | None:
+    """Why the backward of ``outputs`` cannot be split; None if it can."""
+    roots = [output.grad_fn for output in outputs if output.grad_fn is not None]
+    edges = construct_reverse_graph(roots)
+    for node in (*roots, *edges):
+        reason = _INDIVISIBLE.get(node.name())
+        if reason is not None:
+            return reason
+    groups = get_param_groups(_nodes(inputs), _nodes(weights), edges)
+    if any(len(group["intermediates"]) > 1 for group in groups):
+        # Between the two places everything would run again, in the weight half.
+        return "a weight is used in two places"
+    return None
+
+
+def _nodes(tensors: Sequence[Any]) -> list[Node]:
+    return [
+        get_gradient_edge(tensor).node
+        for tensor in tensors
+        if isinstance(tensor, torch.Tensor) and tensor.requires_grad
+    ]
 
 
 def _as_evaluation(method: Callable[..., Any], context: FSDPContext) -> Callable[..., Any]:

@@ -583,6 +583,15 @@ class Unit:
         return [parameter.sharded_param for parameter in self.group.fsdp_params]
 
     @property
+    def trained_parameters(self) -> list[nn.Parameter]:
+        """The unsharded parameters that require a gradient: the leaves of autograd graphs."""
+        return [
+            parameter._unsharded_param
+            for parameter in self.group.fsdp_params
+            if hasattr(parameter, "_unsharded_param") and parameter._unsharded_param.requires_grad
+        ]
+
+    @property
     def tied_modules(self) -> list[nn.Module]:
         """The modules that share a parameter with another module."""
         modules: dict[nn.Module, None] = {}

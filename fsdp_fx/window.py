@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import Literal, NamedTuple, ParamSpec
+from typing import Any, Literal, NamedTuple, ParamSpec
 
 from .agreement import Agreements, RanksDisagreeError
 from .calls import Backward, DelayedUses, ForwardCall, Use
@@ -71,6 +71,9 @@ class Window:
             was put off by then.
         closes_itself: whether windows are closed at the end of an autograd pass; for
             messages.
+        input_half_of: the backwards that have begun in an input half that is running;
+            None outside of one.
+        in_weight_half: whether the gradients that are computed are those of weights alone.
     """
 
     def __init__(
@@ -113,6 +116,8 @@ class Window:
         self._repeated: list[tuple[object, ForwardCall]] = []
         self._passes: list[int] = []
         self._accumulating: set[int] = set()
+        self.input_half_of: dict[Any, None] | None = None
+        self.in_weight_half = False
         self._trains = False  # whether the outermost pass reached a training forward
         self._recording = Recording()
         self._left: BoundProgram | None = None  # the program that this window began with
@@ -656,6 +661,35 @@ class Window:
     def untrack_backward(self, backward: Backward) -> None:
         """``backward`` has ended by itself."""
         self._backwards.pop(backward, None)
+
+    # Backwards in two halves
+
+    @contextlib.contextmanager
+    def input_half(self, begun: dict[Any, None]) -> Iterator[None]:
+        """The gradients of a chunk's inputs are computed inside, not those of its weights.
+
+        Args:
+            begun: gets the backwards that begin inside, in order.
+        """
+        self.input_half_of = begun
+        try:
+            yield
+        finally:
+            self.input_half_of = None
+
+    @contextlib.contextmanager
+    def weight_half(self) -> Iterator[None]:
+        """The gradients of weights are computed inside, by passes that only ask for them."""
+        self.in_weight_half = True
+        number = self.number
+        try:
+            yield
+        except BaseException:
+            if number == self.number:
+                self.fail(f"an exception crossed a weight half{self._last_event()}")
+            raise
+        finally:
+            self.in_weight_half = False
 
     # Delayed weight gradients
 

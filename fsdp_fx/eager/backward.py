@@ -164,7 +164,8 @@ def accumulates(window: Window, unit: Unit) -> bool:
         unit: whose parameters are asked where no module has differentiable inputs, and
             so none has left a marker.
     """
-    if not (_marker.is_reached() or unit.accumulates_any()):
+    # A pass for the weights asks for their gradients, and does not accumulate them itself.
+    if not (window.in_weight_half or _marker.is_reached() or unit.accumulates_any()):
         return False
     window.note_accumulation()
     return True

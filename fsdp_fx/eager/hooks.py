@@ -69,23 +69,52 @@ class BackwardOf:
         call: the forward call it belongs to.
     """
 
-    __slots__ = ("call", "exposed", "hooks", "uses")
+    __slots__ = ("_is_split", "_owes_weights", "call", "exposed", "hooks", "uses")
 
     def __init__(self, hooks: ModuleHooks, call: ForwardCall) -> None:
         self.hooks = hooks
         self.call = call
         self.uses: list[Use] = []
         self.exposed: list[Unit] = []
+        self._is_split = self._owes_weights = False
 
     def begin(self) -> None:
         """The first gradient of an output has arrived."""
-        if not any(use.open for use in self.uses):
+        # What is left of a split backward, the weight half, is begun and ended by name.
+        if not (self._is_split or any(use.open for use in self.uses)):
             self.uses.clear()
             self.hooks.begin_backward(self, self.hooks.units)
 
     def end(self) -> None:
         """The gradients of the inputs have been computed."""
-        self.hooks.end_backward(self)
+        if not self._is_split:
+            self.hooks.end_backward(self)
+
+    # In two halves (fsdp_fx.eager.split_backward)
+
+    def split(self) -> None:
+        """What has run was the input half only."""
+        self._is_split = self._owes_weights = True
+        if self.call.training:
+            self.call.awaited.append(self._weights)
+
+    def begin_weights(self) -> None:
+        """Gradients of weights are computed from here on."""
+        if self._owes_weights and not any(use.open for use in self.uses):
+            self.uses.clear()
+            self.hooks.begin_weights(self)
+
+    def end_weights(self) -> None:
+        """They have been computed."""
+        if self._owes_weights:
+            self._owes_weights = False
+            if self.call.training:
+                self.call.awaited.remove(self._weights)
+            self.hooks.end_backward(self)
+
+    @property
+    def _weights(self) -> str:
+        return f"the weights of {self.hooks.name}"
 
 
 def refuse_parameter(module: nn.Module, output: torch.Tensor, units: Sequence[Unit]) -> None:
@@ -440,6 +469,8 @@ class ModuleHooks:
         window.enter_backward(backward.call)
         self._watch_pass()
         window.track_backward(backward)
+        if window.input_half_of is not None:
+            window.input_half_of[backward] = None
         for unit in units:
             # A checkpoint may run parts of the module again that have no hooks of their own.
             self._expose(unit, backward.exposed)
@@ -447,6 +478,17 @@ class ModuleHooks:
             use.contributes = contributes
             use.accumulates = accumulates(window, unit)
             backward.uses.append(use)
+
+    def begin_weights(self, backward: BackwardOf) -> None:
+        """Begin another backward use of each trainable unit: for the gradients of its weights."""
+        window = self.window
+        window.enter_backward(backward.call)
+        for unit in self.units:
+            if unit.spec.trainable:
+                self._expose(unit, backward.exposed)
+                use = window.begin(unit, "B", backward.call)
+                use.contributes = True
+                backward.uses.append(use)
 
     def end_backward(self, backward: BackwardOf) -> None:
         """End the backward use of each unit, or let it go on until its weight gradients."""
