@@ -1,178 +1,34 @@
-"""What is scheduled: units over FSDP2's parameter groups.
-
-The only module that touches private attributes of
-``torch.distributed.fsdp._fully_shard``. The rest of the package sees
-:class:`Unit` (gather, wait, free, reduce) and :class:`ShardedModule` (which
-module a unit belongs to and how its inputs and outputs are cast).
+"""A unit: the parameters that one ``fully_shard`` call groups.
 
 A unit does what it is told when it is told. Whether it *should* be gathered or
 freed, and who still uses it, is :mod:`fsdp_fx.residency`'s business; the order is
 the program's.
-
-Supported: torch 2.11 to 2.14. On another torch the import fails and names the
-attribute that is missing.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import datetime
-import inspect
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, cast, overload
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from .torch_internals import (
+from ..torch_internals import (
     accumulates_gradient,
     inside_dispatch_mode,
     outside_of_selective_checkpoints,
 )
-from .trace import UnitSpec
+from ..trace import UnitSpec
+from .private_names import FSDPCommContext, FSDPParam, FSDPParamGroup, ShardedState, TrainingState
 
-__all__ = [
-    "Communication",
-    "ShardedModule",
-    "Unit",
-    "attach",
-    "find_sharded_modules",
-    "require_supported",
-    "require_unshared",
-    "storage_key",
-    "unit_of_tensor",
-]
+__all__ = ["Communication", "Unit", "specify", "storage_key", "unit_of_tensor"]
 
 _PATIENCE = datetime.timedelta(seconds=4)
-
-SUPPORTED_TORCH = "2.11 to 2.14"
-
-try:
-    from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
-    from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
-    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
-    from torch.distributed.fsdp._fully_shard._fsdp_param_group import (
-        FSDPCommContext,
-        FSDPParamGroup,
-    )
-    from torch.distributed.fsdp._fully_shard._fsdp_state import (
-        FSDPState,
-        _get_module_fsdp_state,
-    )
-except ImportError as error:
-    raise ImportError(
-        f"fsdp_fx supports torch {SUPPORTED_TORCH}; torch {torch.__version__} lacks a name "
-        f"that fsdp_fx.units needs: {error}"
-    ) from error
-
-# Every private name that this module uses. Methods and class attributes are looked
-# up on the class; instance attributes among the names that its ``__init__`` (or the
-# method given) stores. A tuple holds alternatives: any one of them will do.
-PRIVATE_NAMES: dict[type, tuple[str | tuple[str, str], ...]] = {
-    FSDPState: (
-        "_lazy_init",
-        ("_fsdp_param_groups", "_fsdp_param_group"),
-        "_comm_ctx",
-        "_training_state",
-        "_is_root",
-        "_modules",
-        "_modules_to_run_forward",
-        "_state_ctx",
-        "_states_to_forward_prefetch",
-        "_states_to_backward_prefetch",
-        "_mp_policy",
-        "_pre_forward_hook_handle",
-        "_post_forward_hook_handle",
-    ),
-    FSDPParamGroup: (
-        "unshard",
-        "wait_for_unshard",
-        "_to_sharded",
-        "post_backward",
-        "finalize_backward",
-        "use_training_state",
-        "is_unsharded",
-        "fsdp_params",
-        "comm_ctx",
-        "device",
-        "mesh_info",
-        "modules",
-        "reduce_grads",
-        "all_reduce_grads",
-        "mesh_info",
-        "reshard_after_backward",
-        "unshard_in_backward",
-        "offload_policy",
-        "post_forward_mesh_info",
-        "_all_gather_result",
-        "_sharded_state",
-        "_orig_dtype",
-        "_partial_reduce_output",
-        "_post_forward_indices",
-        "_reduce_dtype",
-        "mp_policy",
-        "_module_fqn",
-        "_training_state",
-        "_module_to_pre_save_state_dict_hook_handle",
-        "_module_to_pre_load_state_dict_hook_handle",
-    ),
-    FSDPParam: (
-        "sharded_param",
-        "_sharded_param_data",
-        "_sharded_local_tensor",
-        "_orig_size",
-        "param_dtype",
-        "orig_dtype",
-        "reduce_dtype",
-        "init_all_gather_outputs",
-        "init_unsharded_param",
-        "free_unsharded_param",
-        "sharded_state",
-        "unsharded_accumulated_grad",
-        "accumulate_unsharded_grad_if_needed",
-        "to_accumulated_grad_if_needed",
-        "_setattr_on_modules",
-        "_module_info",
-        "mesh_info",
-    ),
-    FSDPCommContext: (
-        "all_gather_copy_in_stream",
-        "all_gather_stream",
-        "all_gather_state",
-        "post_forward_order",
-        "reduce_scatter_stream",
-        ("reduce_scatter_states", "reduce_scatter_state"),
-    ),
-}
-
-
-def missing_private_names(names: dict[type, tuple[str | tuple[str, str], ...]]) -> list[str]:
-    """Which of ``names`` this torch lacks, as ``Class.attribute`` strings."""
-    missing = []
-    for owner, attributes in names.items():
-        stored: set[str] = set(getattr(owner, "__annotations__", ()))
-        for method in ("__init__", "init", "lazy_init", "init_dtype_attrs", "_init_sharded_param"):
-            function = getattr(owner, method, None)
-            code = getattr(inspect.unwrap(function), "__code__", None) if function else None
-            if code is not None:
-                stored.update(code.co_names)
-        for attribute in attributes:
-            choices = (attribute,) if isinstance(attribute, str) else attribute
-            if not any(hasattr(owner, name) or name in stored for name in choices):
-                missing.append(f"{owner.__name__}.{' or '.join(choices)}")
-    return missing
-
-
-if _missing := missing_private_names(PRIVATE_NAMES):
-    raise ImportError(
-        f"fsdp_fx supports torch {SUPPORTED_TORCH}; torch {torch.__version__} lacks "
-        f"{', '.join(_missing)}"
-    )
 
 
 def storage_key(tensor: torch.Tensor) -> int:
@@ -558,7 +414,7 @@ class Unit:
         group = self.group
         self._set_reduction_dtypes([p for p in group.fsdp_params if p.sharded_param.requires_grad])
         self._trainable = trainable
-        before, self.spec = self.spec, _specify(group, self.spec.name, self.spec.chunk)
+        before, self.spec = self.spec, specify(group, self.spec.name, self.spec.chunk)
         return self.spec != before
 
     def _trainable_now(self) -> tuple[bool, ...]:
@@ -798,33 +654,8 @@ class Unit:
             )
 
 
-@dataclass(frozen=True)
-class ShardedModule:
-    """One ``fully_shard`` call: its modules, its units, and its casts.
-
-    Args:
-        modules: weak references to the modules that were given to ``fully_shard``.
-        units: its units; none if nested calls took every parameter, several if the
-            parameters were placed on several meshes.
-        input_dtype: floating-point inputs are cast to it, if given.
-        output_dtype: floating-point outputs are cast to it, if given.
-    """
-
-    modules: tuple[weakref.ref[nn.Module], ...]
-    units: tuple[Unit, ...]
-    input_dtype: torch.dtype | None
-    output_dtype: torch.dtype | None
-
-
 def _listed(dtypes: Iterable[torch.dtype]) -> str:
     return " and ".join(dict.fromkeys(str(dtype).removeprefix("torch.") for dtype in dtypes))
-
-
-def find_sharded_modules(root: nn.Module) -> Iterator[tuple[str, FSDPModule]]:
-    """The modules under ``root`` on which ``fully_shard`` was called, by path, in order."""
-    for path, module in root.named_modules():
-        if isinstance(module, FSDPModule):
-            yield path, module
 
 
 def _normal_tensors() -> contextlib.AbstractContextManager[object]:
@@ -841,361 +672,8 @@ def _normal_tensors() -> contextlib.AbstractContextManager[object]:
         return stack.pop_all()
 
 
-# Where a state of torch 2.11, which knows one group, keeps the others.
-_FURTHER_GROUPS = "_fsdp_fx_further_groups"
-
-
-def _param_groups(state: FSDPState) -> list[FSDPParamGroup]:
-    if hasattr(state, "_fsdp_param_groups"):
-        return list(state._fsdp_param_groups)
-    group = state._fsdp_param_group
-    return [] if group is None else [group, *getattr(state, _FURTHER_GROUPS, ())]
-
-
-def _initialise(states: Sequence[FSDPState]) -> dict[FSDPParamGroup, str]:
-    """Run FSDP2's lazy initialisation, with one group per dtype where it wants that.
-
-    Args:
-        states: of each ``fully_shard`` call in a tree, parents first.
-
-    Returns:
-        What is to be added to the name of each group that is one of several of its call.
-    """
-    suffixes: dict[FSDPParamGroup, str] = {}
-    for state in states:
-        groups: list[FSDPParamGroup] = []
-        before = _param_groups(state)
-        for index, group in enumerate(before):
-            parts = _by_dtype(group) if state._is_root is None else [group]
-            for part in parts:
-                marks = [str(index)] if len(before) > 1 else []
-                if len(parts) > 1:
-                    dtype = _shown(part.fsdp_params[0]).dtype
-                    marks.append(str(dtype).removeprefix("torch."))
-                suffixes[part] = f"[{', '.join(marks)}]" if marks else ""
-            groups += parts
-        if len(groups) > len(before):
-            if hasattr(state, "_fsdp_param_groups"):
-                state._fsdp_param_groups[:] = groups
-            else:
-                setattr(state, _FURTHER_GROUPS, groups[1:])
-    for state in states:
-        # Modules come parents first, so this initialises each topmost one; the
-        # states below it are then initialised already.
-        if state._is_root is None:
-            state._lazy_init()
-    for state in states:
-        for group in getattr(state, _FURTHER_GROUPS, ()):
-            group.comm_ctx = state._comm_ctx
-            group._module_fqn = _param_groups(state)[0]._module_fqn
-            group.lazy_init()
-    return suffixes
-
-
-def _by_dtype(group: FSDPParamGroup) -> list[FSDPParamGroup]:
-    """The group, cut into one for each dtype if it trains parameters of several.
-
-    FSDP2 refuses such a group: it reduces in one dtype. Dtypes are in the order of
-    the parameters, which is the same on every rank.
-    """
-    parts: dict[torch.dtype, list[FSDPParam]] = {}
-    trained: set[torch.dtype] = set()
-    for parameter in group.fsdp_params:
-        shown = _shown(parameter)
-        parts.setdefault(shown.dtype, []).append(parameter)
-        if shown.requires_grad:
-            trained.add(shown.dtype)
-    if len(trained) < 2:
-        return [group]
-    groups = [group, *(copy.copy(group) for _ in range(len(parts) - 1))]
-    for part, parameters in zip(groups, parts.values(), strict=True):
-        part.fsdp_params = parameters
-        # These belong to one group each, and nothing is in them before the initialisation.
-        part._module_to_pre_save_state_dict_hook_handle = {}
-        part._module_to_pre_load_state_dict_hook_handle = {}
-        part._post_forward_indices = []
-    return groups
-
-
-def _shown(parameter: FSDPParam) -> nn.Parameter:
-    """What the module shows; FSDP2 takes that over at its lazy initialisation."""
-    info = parameter._module_info
-    shown: nn.Parameter = getattr(info.module, info.param_name)
-    return shown
-
-
-def require_supported(root: nn.Module) -> None:
-    """Raise for what a context would otherwise silently ignore or get wrong.
-
-    Args:
-        root: a module with at least one ``fully_shard`` call in its tree.
-
-    Raises:
-        RuntimeError: a module is in the middle of a forward or backward under plain FSDP2.
-        ValueError: a module uses an FSDP2 option that has no effect here.
-    """
-    states = _states(root)
-    if not any(_param_groups(state) for _, state in states):
-        raise ValueError(
-            f"{type(root).__name__} has no parameters that fully_shard() manages: call it on "
-            "modules with parameters"
-        )
-    for path, state in states:
-        _refuse_unsupported(path, state)
-        around = any(
-            not other or path.startswith(other + ".") for other, _ in states if other != path
-        )
-        if len(state._modules) > 1 and not around:
-            raise ValueError(
-                f"module {path!r} shares one fully_shard() call with others and no unit is "
-                f"around them: call fully_shard() on {type(root).__name__} too, after them"
-            )
-
-
-def require_memory_statistics(chunks: Sequence[nn.Module]) -> None:
-    """Raise where nobody can say how much memory is allocated.
-
-    Args:
-        chunks: modules with ``fully_shard`` calls in their trees.
-
-    Raises:
-        ValueError: a unit is on the CPU.
-    """
-    for chunk in chunks:
-        for path, state in _states(chunk):
-            for group in _param_groups(state):
-                if group.device.type == "cpu":
-                    raise ValueError(
-                        f'memory_budget="auto" fills the room under the recorded peak of allocated '
-                        f"memory, and module {path or 'root'!r} is on the CPU, which reports none: "
-                        "give memory_budget in bytes"
-                    )
-
-
-def require_unshared(chunks: Sequence[nn.Module]) -> None:
-    """Raise for a tied parameter that became two: each would be trained on its own.
-
-    Torch 2.11 does not say what a sharded parameter was before, and cannot be asked.
-
-    Args:
-        chunks: every chunk of the context, in the order of their names.
-
-    Raises:
-        ValueError: a parameter was sharded in two ``fully_shard`` calls.
-    """
-    seen: dict[int, str] = {}
-    for index, chunk in enumerate(chunks):
-        for path, state in _states(chunk):
-            unit = ".".join((f"c{index}", path)) if path else f"c{index}"
-            for group in _param_groups(state):
-                for parameter in group.fsdp_params:
-                    original = getattr(parameter, "_orig_param_uid", None)
-                    if original is None:
-                        continue
-                    name = f"{parameter._module_info.param_name!r} of unit {unit}"
-                    if original in seen:
-                        raise ValueError(
-                            f"parameter {name} was tied to {seen[original]}, and fully_shard() "
-                            "made two of it: give the modules that share it to one "
-                            "fully_shard([...]) call, in one chunk"
-                        )
-                    seen[original] = name
-
-
-def _states(root: nn.Module) -> list[tuple[str, FSDPState]]:
-    """FSDP2's state of each ``fully_shard`` call under ``root``, by its first module's path."""
-    states: list[tuple[str, FSDPState]] = []
-    for path, module in find_sharded_modules(root):
-        state = _get_module_fsdp_state(cast(nn.Module, module))
-        if state is not None and all(state is not known for _, known in states):
-            states.append((path, state))
-    return states
-
-
-def _refuse_unsupported(path: str, state: FSDPState) -> None:
-    where = f"module {path or 'root'!r}"
-    if state._training_state is not TrainingState.IDLE:
-        raise RuntimeError(
-            f"{where} is in the middle of a forward or backward under plain FSDP2; "
-            "adopt modules before their first forward, or between steps"
-        )
-    for group in _param_groups(state):
-        if isinstance(group.offload_policy, CPUOffloadPolicy):
-            raise ValueError(
-                f"{where} uses CPUOffloadPolicy, which fsdp_fx does not schedule yet; "
-                "shard it without an offload_policy"
-            )
-        if not group.unshard_in_backward:
-            raise ValueError(
-                f"{where}: set_unshard_in_backward(False) has no effect here; remove it"
-            )
-        if not group.reduce_grads:
-            raise ValueError(
-                f"{where}: set_requires_gradient_sync(False) has no effect here; remove it, or "
-                'build the context with reduce_gradients="per_window"'
-            )
-        if not group.all_reduce_grads:
-            raise ValueError(
-                f"{where}: set_requires_all_reduce(False) has no effect here, a window all-reduces "
-                "once; remove it"
-            )
-        mesh = group.post_forward_mesh_info
-        if mesh is not None and mesh is not group.mesh_info and mesh != group.mesh_info:
-            raise ValueError(
-                f"{where}: reshard_after_forward as an int has no effect here, the program "
-                "decides when a unit is freed; leave it out"
-            )
-
-
-def attach(
-    root: nn.Module, chunk: str, communication: Communication | None
-) -> tuple[list[ShardedModule], Communication]:
-    """Take FSDP2's own hooks off the modules under ``root`` and make units of its groups.
-
-    Args:
-        root: a module with at least one ``fully_shard`` call in its tree.
-        chunk: the chunk's name; unit names start with it.
-        communication: what the context's other chunks share, or None for the first.
-
-    Returns:
-        The sharded modules in module order, and the communication they now share.
-
-    Raises:
-        RuntimeError, ValueError: see :func:`require_supported`.
-    """
-    require_supported(root)
-    states = _states(root)
-    suffixes = _initialise([state for _, state in states])
-    result: list[ShardedModule] = []
-    for path, state in states:
-        state._pre_forward_hook_handle.remove()
-        state._post_forward_hook_handle.remove()
-        units = []
-        for group in _param_groups(state):
-            if communication is None:
-                communication = Communication(group.comm_ctx, group.device)
-            group.comm_ctx = communication._comm_context
-            # The program says when a unit is freed, also after its backward.
-            group.reshard_after_backward = False
-            group._to_sharded()
-            # Saving and loading would free a unit that is in use or prefetched. Modules
-            # show the sharded parameters at those times anyway.
-            for handle in (
-                *group._module_to_pre_save_state_dict_hook_handle.values(),
-                *group._module_to_pre_load_state_dict_hook_handle.values(),
-            ):
-                handle.remove()
-            name = (f"{chunk}.{path}" if path else chunk) + suffixes[group]
-            units.append(Unit(group, _specify(group, name, chunk), communication))
-        if communication is not None:
-            state._comm_ctx = communication._comm_context
-        _hold_modules_weakly(state)
-        policy = state._mp_policy
-        result.append(
-            ShardedModule(
-                modules=tuple(weakref.ref(module) for module in state._modules),
-                units=tuple(units),
-                input_dtype=policy.param_dtype if policy.cast_forward_inputs else None,
-                output_dtype=policy.output_dtype,
-            )
-        )
-    for _, module in find_sharded_modules(root):
-        # Dynamo treats modules with this mark specially (it traces their hooks
-        # together with the call); units have hooks of their own.
-        cast(Any, module)._is_fsdp_managed_module = False
-    assert communication is not None
-    return result, communication
-
-
-class _WeakModules(Sequence[nn.Module]):
-    """The modules of one ``fully_shard`` call, in the place of FSDP2's tuple of them."""
-
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._references = tuple(weakref.ref(module) for module in modules)
-
-    def __len__(self) -> int:
-        return len(self._references)
-
-    @overload
-    def __getitem__(self, index: int) -> nn.Module: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[nn.Module]: ...
-    def __getitem__(self, index: int | slice) -> nn.Module | Sequence[nn.Module]:
-        if isinstance(index, slice):
-            return tuple(_alive(reference) for reference in self._references[index])
-        return _alive(self._references[index])
-
-
-class _WeakModuleInfo:
-    """Where a parameter is shown, in the place of FSDP2's ``ParamModuleInfo``.
-
-    Args:
-        module: a module that shows the parameter.
-        param_name: its name there.
-        shared_modules: the other modules that show it.
-        shared_param_names: its name in each.
-    """
-
-    def __init__(
-        self,
-        module: nn.Module,
-        param_name: str,
-        shared_modules: Sequence[nn.Module],
-        shared_param_names: Sequence[str],
-    ) -> None:
-        self._module = weakref.ref(module)
-        self.param_name = param_name
-        self._shared_modules = tuple(weakref.ref(shared) for shared in shared_modules)
-        self.shared_param_names = list(shared_param_names)
-
-    @property
-    def module(self) -> nn.Module:
-        """The module."""
-        return _alive(self._module)
-
-    @property
-    def shared_modules(self) -> list[nn.Module]:
-        """The other modules."""
-        return [_alive(reference) for reference in self._shared_modules]
-
-
-def _alive(reference: weakref.ref[nn.Module]) -> nn.Module:
-    # A module that was taken out of the tree is nobody's: what is set on it is lost.
-    module = reference()
-    return nn.Module() if module is None else module
-
-
-def _hold_modules_weakly(state: FSDPState) -> None:
-    """Undo FSDP2's reference cycles through ``state``, which each of its modules holds.
-
-    Otherwise a deleted model would keep its memory until Python next collects garbage.
-    Nothing that is dropped here is used while FSDP2's hooks are off.
-    """
-    private: Any = state
-    private._modules = _WeakModules(private._modules)
-    private._modules_to_run_forward.clear()
-    private._state_ctx.all_states.clear()
-    private._states_to_forward_prefetch.clear()
-    private._states_to_backward_prefetch.clear()
-    for group in _param_groups(state):
-        private_group: Any = group
-        private_group.modules = private._modules
-        # Its length tells FSDP2 that the hooks, which have been removed, were registered.
-        for name in (
-            "_module_to_pre_save_state_dict_hook_handle",
-            "_module_to_pre_load_state_dict_hook_handle",
-        ):
-            handles = getattr(group, name)
-            setattr(group, name, weakref.WeakKeyDictionary(handles))
-        for parameter in group.fsdp_params:
-            info: Any = parameter._module_info
-            private_parameter: Any = parameter
-            private_parameter._module_info = _WeakModuleInfo(
-                info.module, info.param_name, info.shared_modules, info.shared_param_names
-            )
-
-
-def _specify(group: FSDPParamGroup, name: str, chunk: str) -> UnitSpec:
+def specify(group: FSDPParamGroup, name: str, chunk: str) -> UnitSpec:
+    """The name and sizes of a unit, as plain data."""
     elements = size = gradient = 0
     trained = []
     for index, parameter in enumerate(group.fsdp_params):

@@ -1,0 +1,36 @@
+"""What is scheduled: units over FSDP2's parameter groups.
+
+The only package that touches private attributes of
+``torch.distributed.fsdp._fully_shard``. The rest sees :class:`Unit` (gather, wait,
+free, reduce) and :class:`ShardedModule` (which module a unit belongs to and how its
+inputs and outputs are cast).
+
+Supported: torch 2.11 to 2.14. On another torch the import fails and names the
+attribute that is missing.
+"""
+
+from .adoption import (
+    ShardedModule,
+    attach,
+    find_sharded_modules,
+    require_memory_statistics,
+    require_supported,
+    require_unshared,
+)
+from .private_names import PRIVATE_NAMES, missing_private_names
+from .unit import Communication, Unit, storage_key, unit_of_tensor
+
+__all__ = [
+    "PRIVATE_NAMES",
+    "Communication",
+    "ShardedModule",
+    "Unit",
+    "attach",
+    "find_sharded_modules",
+    "missing_private_names",
+    "require_memory_statistics",
+    "require_supported",
+    "require_unshared",
+    "storage_key",
+    "unit_of_tensor",
+]
