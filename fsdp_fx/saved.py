@@ -113,6 +113,7 @@ def _units(place: Place) -> tuple[UnitSpec, ...]:
         if name in units:
             item.field("name").fail(f"{item.field('name').shown} is the name of another unit")
         replicas, trained = item.optional("replicas"), item.optional("trained")
+        kept = item.optional("kept_after_forward")
         units[name] = UnitSpec(
             name=name,
             chunk=item.field("chunk").text(),
@@ -122,6 +123,7 @@ def _units(place: Place) -> tuple[UnitSpec, ...]:
             trainable=item.field("trainable").truth(),
             replicas=1 if replicas is None else replicas.integer(1),
             trained=() if trained is None else tuple(i.integer() for i in trained.items()),
+            kept_after_forward=kept is not None and kept.truth(),
         )
     return tuple(units.values())
 

@@ -35,6 +35,8 @@ class UnitSpec:
         replicas: how many groups of ranks hold the same shards, and so have their
             reduced gradients all-reduced; 1 for a unit that is only sharded.
         trained: indices of the parameters that require a gradient.
+        kept_after_forward: whether the user wants it to stay from each forward to the use
+            that comes next (``reshard_after_forward=False``).
     """
 
     name: str
@@ -45,6 +47,7 @@ class UnitSpec:
     trainable: bool
     replicas: int = 1
     trained: tuple[int, ...] = ()
+    kept_after_forward: bool = False
 
 
 @dataclass(frozen=True)

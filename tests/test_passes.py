@@ -282,11 +282,42 @@ def test_frozen_units_are_gathered_and_freed_but_not_reduced() -> None:
     assert "m.a" in {interval.unit for interval in intervals(program)}
 
 
+# Units that stay after their forward (reshard_after_forward=False)
+
+
+def test_unit_that_stays_after_its_forward_is_gathered_again_after_a_backward() -> None:
+    text = "m F0: a b; m F1: a b; m B0: b a; m F2: a b; m B1: b a; m B2: b a"
+    program = plan(trace(text, kept={"m.b"}), PassOptions(0, 0))
+    uses = [interval.uses for interval in intervals(program) if interval.unit == "m.b"]
+    assert [[str(program.trace[use]) for use in each] for each in uses] == [
+        ["m.b F0", "m.b F1", "m.b B0"],
+        ["m.b F2", "m.b B1"],
+        ["m.b B2"],
+    ]
+
+
+def test_what_stays_after_its_forward_is_outside_of_the_budget() -> None:
+    text = "m F0: a b c; m B0: c b a"
+    window = trace(text, kept={"m.b"})
+    program = plan(window, PassOptions(0, 0, memory_budget=200))
+    # The budget is for one of the others: c is used twice in a row, and needs none.
+    assert [interval.unit for interval in intervals(program)] == ["m.a", "m.b", "m.c"]
+    assert len(intervals(plan(window, PassOptions(0, 0, memory_budget=0)))) == 4
+
+
+def test_what_stays_after_its_forward_takes_from_the_recorded_room() -> None:
+    window = trace("m F0: a b c; m B0: c b a", kept={"m.b"})
+    options = PassOptions(0, 0, memory_budget="auto")
+    little, more = (plan(window, options, Measurements(room=(size,) * 6)) for size in (200, 400))
+    assert [interval.unit for interval in intervals(little)] == ["m.a", "m.b", "m.c", "m.a"]
+    assert [interval.unit for interval in intervals(more)] == ["m.a", "m.b", "m.c"]
+
+
 # The list
 
 
 def test_passes_do_not_change_the_program_that_they_are_given() -> None:
-    program = Program.from_trace(trace(TWO_CHUNKS))
+    program = Program.from_trace(trace(TWO_CHUNKS, kept={"c0.b"}))
     for step in PASSES:
         before = str(program)
         after = step.run(program, PassOptions(memory_budget=300), Measurements())
@@ -304,7 +335,7 @@ def test_passes_in_the_wrong_order_are_refused() -> None:
 
 def test_every_pass_stands_behind_those_that_it_needs() -> None:
     assert [step.name for step in PASSES] == [
-        *("gathers", "reductions", "residency", "prefetch", "frees"),
+        *("gathers", "reductions", "after_forward", "residency", "prefetch", "frees"),
     ]
     for index, step in enumerate(PASSES):
         if step.needs - {"computes"}:

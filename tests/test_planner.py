@@ -180,7 +180,7 @@ def test_what_is_resident_stays_within_the_working_set_and_the_budget(
         assert there + gradients - outside <= needed + options.memory_budget
 
 
-@given(windows(), OPTIONS, BUDGETS)
+@given(windows(keeps=True), OPTIONS, BUDGETS)
 def test_more_budget_never_communicates_more(
     window: Trace, options: PassOptions, other: int
 ) -> None:
@@ -308,7 +308,7 @@ TIMED_OPTIONS = st.builds(PassOptions, TIMED, TIMED, REDUCTIONS, BUDGETS, st.boo
 
 
 @settings(max_examples=70)
-@given(windows(calls=10), TIMED_OPTIONS, st.data())
+@given(windows(calls=10, keeps=True), TIMED_OPTIONS, st.data())
 def test_the_plan_without_its_graph_is_that_of_the_passes(
     window: Trace, options: PassOptions, data: st.DataObject
 ) -> None:
@@ -317,7 +317,7 @@ def test_the_plan_without_its_graph_is_that_of_the_passes(
     assert outlined(window, options, measured) == outline_of(program)
 
 
-@given(windows(), LOOKAHEADS, LOOKAHEADS, st.sampled_from(("per_backward", "per_window")))
+@given(windows(keeps=True), LOOKAHEADS, LOOKAHEADS, st.sampled_from(("per_backward", "per_window")))
 def test_without_a_budget_the_plan_without_its_graph_is_that_of_the_passes(
     window: Trace, forward: int | None, backward: int | None, reductions: str
 ) -> None:

@@ -29,6 +29,7 @@ def trace(
     frozen: Set[str] = frozenset(),
     default: int = 100,
     replicas: Mapping[str, int] | None = None,
+    kept: Set[str] = frozenset(),
 ) -> Trace:
     """The trace of a window written in the notation above.
 
@@ -38,6 +39,7 @@ def trace(
         frozen: names of units that are not trainable.
         default: elements of the other units.
         replicas: replicas by unit name; the other units are only sharded.
+        kept: names of units that stay after their forward.
 
     Raises:
         ValueError: the text is not in the notation.
@@ -80,6 +82,7 @@ def trace(
             gradient_bytes=0 if unit in frozen else 4 * count,
             trainable=unit not in frozen,
             replicas=(replicas or {}).get(unit, 1),
+            kept_after_forward=unit in kept,
         )
         for unit, chunk in chunks.items()
     )
@@ -101,7 +104,9 @@ _SHAPES = ("a", "a b", "*(a b)", "*(a(b) c)", "a(b a)", "a b a", "*(a a)")
 
 
 @st.composite
-def windows(draw: st.DrawFn, calls: int = 6, sizes: Sequence[int] = SIZES) -> Trace:
+def windows(
+    draw: st.DrawFn, calls: int = 6, sizes: Sequence[int] = SIZES, keeps: bool = False
+) -> Trace:
     """Small windows of one or two chunks, in any order that a schedule may call them.
 
     Units lie inside of each other and have different sizes, some of them are frozen,
@@ -111,6 +116,7 @@ def windows(draw: st.DrawFn, calls: int = 6, sizes: Sequence[int] = SIZES) -> Tr
         draw: given by hypothesis.
         calls: the most forwards and backwards together.
         sizes: what a unit may have as elements.
+        keeps: whether some units stay after their forward.
     """
     shapes = draw(st.lists(st.sampled_from(_SHAPES), min_size=1, max_size=2))
     waiting: list[tuple[int, int]] = []
@@ -131,6 +137,7 @@ def windows(draw: st.DrawFn, calls: int = 6, sizes: Sequence[int] = SIZES) -> Tr
         "; ".join(lines),
         elements={name: draw(size) for name in names},
         frozen=draw(st.sets(st.sampled_from(names), max_size=3)),
+        kept=draw(st.sets(st.sampled_from(names), max_size=3)) if keeps else frozenset(),
     )
     longer = draw(st.dictionaries(st.integers(0, len(window) - 1), st.integers(1, 3), max_size=2))
     ends = tuple(

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import get_args
 
+from fsdp_fx.passes.after_forward import keep_after_forward
 from fsdp_fx.passes.frees import insert_frees
 from fsdp_fx.passes.gathers import insert_gathers
 from fsdp_fx.passes.prefetch import hoist_gathers
@@ -175,8 +176,15 @@ PASSES: tuple[Pass, ...] = (
         ),
     ),
     Pass(
+        "after_forward",
+        needs=frozenset({"gathered"}),
+        provides=frozenset({"kept after forward"}),
+        run=lambda program, options, measurements: keep_after_forward(program),
+    ),
+    # What the user keeps is not chosen again.
+    Pass(
         "residency",
-        needs=frozenset({"gathered", "reduced"}),
+        needs=frozenset({"gathered", "reduced", "kept after forward"}),
         provides=frozenset({"kept"}),
         run=lambda program, options, measurements: keep_resident(
             program,

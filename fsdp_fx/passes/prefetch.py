@@ -16,7 +16,7 @@ from typing import cast
 from torch import fx
 
 from fsdp_fx.occupancy import used_intervals
-from fsdp_fx.passes.residency import merge_intervals
+from fsdp_fx.passes.intervals import merge_intervals
 from fsdp_fx.planning.lookahead import Lookahead, hoist
 from fsdp_fx.planning.measurements import Measurements
 from fsdp_fx.planning.memory import kept_gradient_bytes

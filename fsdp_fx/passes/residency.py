@@ -7,22 +7,19 @@ far ahead the gathers that are left are issued, by :mod:`fsdp_fx.passes.prefetch
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import replace
 from typing import Literal, cast
 
-from torch import fx
-
 from fsdp_fx.occupancy import used_intervals
+from fsdp_fx.passes.intervals import merge_intervals
 from fsdp_fx.planning.lookahead import Lookahead, covered_from
 from fsdp_fx.planning.measurements import Measurements
 from fsdp_fx.planning.memory import kept_gradient_bytes, needed_bytes
 from fsdp_fx.planning.residency import keep, lookahead_bytes
-from fsdp_fx.planning.room import budgeted_room
-from fsdp_fx.program import Program, compute_nodes, reduce
-from fsdp_fx.trace import Trace
+from fsdp_fx.planning.room import budgeted_room, interval_bytes
+from fsdp_fx.program import Program, reduce
 
-__all__ = ["MemoryBudget", "keep_resident", "merge_intervals"]
+__all__ = ["MemoryBudget", "keep_resident"]
 
 MemoryBudget = int | Literal["auto"] | None
 
@@ -39,7 +36,7 @@ def keep_resident(
     """Keep what saves the most bytes of communication within the budget.
 
     Args:
-        program: gathers on demand, every reduction that the user's choice asks for, no frees.
+        program: gathers on demand but for what is kept at any rate, every reduction that the user's choice asks for, no frees.
         budget: bytes of full parameters and full gradients that may stay beyond the units in
             use and those that the lookahead covers; ``"auto"`` for the recorded room, of
             which the lookahead takes its part; None for nothing, and no limit.
@@ -60,15 +57,21 @@ def keep_resident(
     trace = program.trace
     there = used_intervals(program)
     covered = covered_from(trace, forward, backward)
+    needed = interval_bytes(trace, there)
     if budget == "auto":
         if measurements.room is None:
             raise ValueError('memory_budget="auto" needs the memory of a recorded window')
-        room = list(measurements.room)
+        # The window that was metered kept nothing after a forward.
+        room = [
+            max(0, left - (used - least))
+            for left, used, least in zip(
+                measurements.room, needed, needed_bytes(trace), strict=True
+            )
+        ]
     else:
         room = budgeted_room(budget, lookahead_bytes(trace, there, covered))
     reductions = [position for position, step in enumerate(program.steps) if step.reduces]
     forced = kept_gradient_bytes(trace, reductions)
-    needed = needed_bytes(trace)
     kept = keep(
         trace,
         there,
@@ -89,24 +92,3 @@ def keep_resident(
         carried=kept.carried,
         unproven=kept.unproven,
     )
-
-
-def merge_intervals(graph: fx.Graph, trace: Trace, gathers: Collection[int]) -> None:
-    """Have the intervals before take in those that begin with some uses.
-
-    Args:
-        graph: edited in place.
-        trace: the trace that it schedules.
-        gathers: positions of the first uses of the intervals that are taken in.
-    """
-    held: dict[str, fx.Node] = {}  # a unit's value
-    for position, node in enumerate(compute_nodes(graph)):
-        full = cast(fx.Node, node.args[0])
-        if position in gathers:
-            handle = cast(fx.Node, full.args[0])
-            before = held[trace[position].unit]
-            full.replace_all_uses_with(before)
-            graph.erase_node(full)
-            graph.erase_node(handle)
-            full = before
-        held[trace[position].unit] = full

@@ -11,9 +11,17 @@ from typing import Literal
 
 from fsdp_fx.planning.durations import Durations
 from fsdp_fx.planning.lookahead import Lookahead, covered_from, hoist
-from fsdp_fx.planning.memory import contributions, kept_gradient_bytes, needed_bytes, on_demand
+from fsdp_fx.planning.memory import contributions, kept_gradient_bytes, on_demand
 from fsdp_fx.planning.outline import Outline
-from fsdp_fx.planning.residency import Kept, carry, keep, lookahead_bytes, merge, move
+from fsdp_fx.planning.residency import (
+    Kept,
+    after_forward,
+    carry,
+    keep,
+    lookahead_bytes,
+    merge,
+    move,
+)
 from fsdp_fx.planning.room import budgeted_room, interval_bytes
 from fsdp_fx.trace import Trace
 
@@ -51,9 +59,11 @@ def outline(
         last = {trace[position].unit: position for position in reductions}
         reductions = [at for at in reductions if last[trace[at].unit] == at]
     there = on_demand(trace)
+    there = merge(there, after_forward(trace, there))
     kept, room = Kept(), None
     if memory_budget is not None:
         covered = covered_from(trace, forward_prefetch, backward_prefetch)
+        needed = interval_bytes(trace, there)
         room = budgeted_room(memory_budget, lookahead_bytes(trace, there, covered))
         kept = keep(
             trace,
@@ -67,10 +77,10 @@ def outline(
         reductions = [position for position in reductions if position not in kept.reductions]
         there = merge(there, kept.gathers)
         room = [
-            left + needed + before - resident - after
-            for left, needed, before, resident, after in zip(
+            left + used + before - resident - after
+            for left, used, before, resident, after in zip(
                 room,
-                needed_bytes(trace),
+                needed,
                 forced,
                 interval_bytes(trace, carry(trace, there, kept.carried)),
                 kept_gradient_bytes(trace, reductions),

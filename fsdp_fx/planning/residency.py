@@ -20,7 +20,7 @@ from fsdp_fx.planning.memory import Interval, contributions
 from fsdp_fx.planning.packing import Item, pack
 from fsdp_fx.trace import Trace
 
-__all__ = ["Kept", "carry", "keep", "lookahead_bytes", "merge", "move"]
+__all__ = ["Kept", "after_forward", "carry", "keep", "lookahead_bytes", "merge", "move"]
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,30 @@ class Kept:
     reductions: frozenset[int] = frozenset()
     carried: frozenset[str] = frozenset()
     unproven: int = 0
+
+
+def after_forward(trace: Trace, intervals: Sequence[Interval]) -> frozenset[int]:
+    """What the user wants to stay from a forward to the use that comes next, whatever it costs.
+
+    Args:
+        trace: the window.
+        intervals: gathered on demand.
+
+    Returns:
+        First uses of the intervals that their unit's interval before takes in.
+    """
+    wanted = {unit.name for unit in trace.units if unit.kept_after_forward}
+    gathers: set[int] = set()
+    before: dict[str, Interval] = {}
+    for interval in intervals:
+        name = interval.unit
+        if name in wanted:
+            if name in before:
+                last = max(before[name].uses, key=trace.end_order)
+                if trace[last].phase == "F":
+                    gathers.add(interval.waited)
+            before[name] = interval
+    return frozenset(gathers)
 
 
 def lookahead_bytes(
