@@ -70,7 +70,8 @@ def fsdp_fx(
 
     Raises:
         ValueError: an unknown option, or a mode.
-        RuntimeError: a parameter is sharded but belongs to no adopted module.
+        RuntimeError: a parameter is sharded but belongs to no adopted module, or is
+            tensor-parallel.
     """
     region_compiler, fallback_random, inductor = _read_options(options, mode)
     units = {
@@ -230,6 +231,13 @@ def _refuse_sharded(
                 "sharded DTensor that belongs to no adopted module: call adopt() with the module "
                 "before its first forward, and compile the adopted module itself, not a function "
                 "around it"
+            )
+        if isinstance(value, DTensor):
+            raise RuntimeError(
+                f"parameter {names[index]} of unit {units[index].spec.name} is tensor-parallel (a "
+                f"DTensor on mesh {value.device_mesh.mesh_dim_names or value.device_mesh}), which "
+                "no captured graph can be scheduled with yet: leave the chunk eager, or compile "
+                "modules without units of their own inside of it with another backend"
             )
     if parameters and not units:
         logger.warning(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from .private_names import (
-    CPUOffloadPolicy,
+    FSDPMeshInfo,
     FSDPModule,
     FSDPParam,
     FSDPParamGroup,
@@ -27,6 +27,7 @@ __all__ = [
     "ShardedModule",
     "attach",
     "find_sharded_modules",
+    "redirect_forward_methods",
     "require_memory_statistics",
     "require_supported",
     "require_unshared",
@@ -236,15 +237,47 @@ def _refuse_unsupported(path: str, state: FSDPState) -> None:
             f"{where} is in the middle of a forward or backward under plain FSDP2; "
             "adopt modules before their first forward, or between steps"
         )
-    for group in _param_groups(state):
-        if isinstance(group.offload_policy, CPUOffloadPolicy):
+    for phase, prefetched in (
+        ("forward", state._states_to_forward_prefetch),
+        ("backward", state._states_to_backward_prefetch),
+    ):
+        if prefetched:
             raise ValueError(
-                f"{where} uses CPUOffloadPolicy, which fsdp_fx does not schedule yet; "
-                "shard it without an offload_policy"
+                f"{where}: set_modules_to_{phase}_prefetch() has no effect here, the program "
+                f"prefetches; remove it ({phase}_prefetch of the context says how far ahead)"
+            )
+    if state._state_ctx.post_optim_event is not None:
+        raise ValueError(
+            f"{where}: set_post_optim_event() has no effect here, a window's gathers wait for the "
+            "stream that it begins on; remove it"
+        )
+    for group in _param_groups(state):
+        if not isinstance(group.mesh_info, FSDPMeshInfo):
+            raise ValueError(
+                f"{where} is replicated and not sharded, so that there is nothing to gather; leave "
+                "it to DistributedDataParallel, or give fully_shard() a mesh dimension to shard over"
+            )
+        unmaterialised = next(
+            (each for each in group.fsdp_params if _shown(each).device.type == "meta"), None
+        )
+        if unmaterialised is not None:
+            raise ValueError(
+                f"{where}: parameter {unmaterialised._module_info.param_name!r} is on the meta "
+                "device; call to_empty() and initialise or load the weights before adopt()"
             )
         if not group.unshard_in_backward:
             raise ValueError(
                 f"{where}: set_unshard_in_backward(False) has no effect here; remove it"
+            )
+        if not group.reshard_after_backward:
+            raise ValueError(
+                f"{where}: set_reshard_after_backward(False) has no effect here; remove it, and "
+                "give memory_budget to the context, which keeps what is worth keeping"
+            )
+        if group.unshard_async_op:
+            raise ValueError(
+                f"{where}: _set_unshard_async_op(True) has no effect here, the program says when "
+                "a gather starts; remove it"
             )
         if not group.reduce_grads:
             raise ValueError(
@@ -262,6 +295,25 @@ def _refuse_unsupported(path: str, state: FSDPState) -> None:
                 f"{where}: reshard_after_forward as an int has no effect here, the program "
                 "decides when a unit is freed; leave it out"
             )
+
+
+def redirect_forward_methods(
+    module: nn.Module,
+    enter: Callable[[nn.Module, Any, Any], tuple[Any, Any]],
+    leave: Callable[[nn.Module, Any, Any], Any],
+) -> None:
+    """Have methods that ``register_fsdp_forward_method`` wraps call these and not FSDP2's hooks.
+
+    Whether they were wrapped before or will be later.
+
+    Args:
+        module: a module that ``fully_shard`` was called on.
+        enter: called with the module, arguments and keyword arguments; returns both.
+        leave: called with the module, arguments and output; returns the output.
+    """
+    state: Any = _get_module_fsdp_state(module)
+    # Looked up on the state at each call; those of the class are underneath.
+    state._pre_forward, state._post_forward = enter, leave
 
 
 def attach(
@@ -282,6 +334,11 @@ def attach(
     """
     require_supported(root)
     states = _states(root)
+    kept = {
+        state: not state._auto_reshard_after_forward
+        and all(group.post_forward_mesh_info is None for group in _param_groups(state))
+        for _, state in states
+    }
     suffixes = _initialise([state for _, state in states])
     result: list[ShardedModule] = []
     for path, state in states:
@@ -303,7 +360,7 @@ def attach(
             ):
                 handle.remove()
             name = (f"{chunk}.{path}" if path else chunk) + suffixes[group]
-            units.append(Unit(group, specify(group, name, chunk), communication))
+            units.append(Unit(group, specify(group, name, chunk, kept[state]), communication))
         if communication is not None:
             state._comm_ctx = communication._comm_context
         hold_modules_weakly(state, _param_groups(state))

@@ -12,8 +12,8 @@ import torch
 
 __all__ = [
     "PRIVATE_NAMES",
-    "CPUOffloadPolicy",
     "FSDPCommContext",
+    "FSDPMeshInfo",
     "FSDPModule",
     "FSDPParam",
     "FSDPParamGroup",
@@ -27,8 +27,8 @@ __all__ = [
 SUPPORTED_TORCH = "2.11 to 2.14"
 
 try:
-    from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
-    from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, TrainingState
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import (
         FSDPCommContext,
@@ -50,10 +50,13 @@ except ImportError as error:
 PRIVATE_NAMES: dict[type, tuple[str | tuple[str, str], ...]] = {
     FSDPState: (
         "_lazy_init",
+        "_pre_forward",
+        "_post_forward",
         ("_fsdp_param_groups", "_fsdp_param_group"),
         "_comm_ctx",
         "_training_state",
         "_is_root",
+        "_auto_reshard_after_forward",
         "_modules",
         "_modules_to_run_forward",
         "_state_ctx",
@@ -81,7 +84,7 @@ PRIVATE_NAMES: dict[type, tuple[str | tuple[str, str], ...]] = {
         "mesh_info",
         "reshard_after_backward",
         "unshard_in_backward",
-        "offload_policy",
+        "unshard_async_op",
         "post_forward_mesh_info",
         "_all_gather_result",
         "_sharded_state",

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from ..torch_internals import (
     accumulates_gradient,
@@ -32,7 +33,13 @@ _PATIENCE = datetime.timedelta(seconds=4)
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """The identity of a tensor's storage, stable while its memory comes and goes."""
+    """The identity of a tensor's storage, stable while its memory comes and goes.
+
+    Of a parameter that is distributed over other ranks too (tensor parallelism): that of
+    this rank's part.
+    """
+    if isinstance(tensor, DTensor):
+        tensor = tensor._local_tensor
     return tensor.untyped_storage()._cdata
 
 
@@ -414,7 +421,8 @@ class Unit:
         group = self.group
         self._set_reduction_dtypes([p for p in group.fsdp_params if p.sharded_param.requires_grad])
         self._trainable = trainable
-        before, self.spec = self.spec, specify(group, self.spec.name, self.spec.chunk)
+        before = self.spec
+        self.spec = specify(group, before.name, before.chunk, before.kept_after_forward)
         return self.spec != before
 
     def _trainable_now(self) -> tuple[bool, ...]:
@@ -672,7 +680,9 @@ def _normal_tensors() -> contextlib.AbstractContextManager[object]:
         return stack.pop_all()
 
 
-def specify(group: FSDPParamGroup, name: str, chunk: str) -> UnitSpec:
+def specify(
+    group: FSDPParamGroup, name: str, chunk: str, kept_after_forward: bool = False
+) -> UnitSpec:
     """The name and sizes of a unit, as plain data."""
     elements = size = gradient = 0
     trained = []
@@ -693,4 +703,5 @@ def specify(group: FSDPParamGroup, name: str, chunk: str) -> UnitSpec:
         trainable=gradient > 0,
         replicas=getattr(group.mesh_info, "replicate_mesh_size", 1),
         trained=tuple(trained),
+        kept_after_forward=kept_after_forward,
     )
