@@ -20,6 +20,7 @@ from torch import fx, nn
 
 from .agreement import agreements_of
 from .eager.casts import install_casts
+from .eager.fsdp_methods import shadow_methods
 from .eager.hooks import ModuleHooks
 from .eager.optimizers import guard_optimizers
 from .eager.owners import OwnerHooks
@@ -305,6 +306,8 @@ class FSDPContext:
                 module = reference()
                 if module is not None:
                     owners[module] = each
+        for module, each in owners.items():
+            shadow_methods(module, each.units, self._window)
         inside = {below for each in together for below in each.modules() if below is not each}
         for module in dict.fromkeys((chunk, *owners, *together)):
             own = owners.get(module)

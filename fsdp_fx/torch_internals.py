@@ -7,6 +7,7 @@ compiler's. Kept apart so that a new torch is checked in three places and no mor
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from types import FrameType
@@ -34,6 +35,7 @@ __all__ = [
     "outside_of_selective_checkpoints",
     "queue_callback",
     "remove_forward_hooks",
+    "saved_by_checkpoint",
     "saved_tensors_hooks",
     "skip_code",
     "tensor_hooks",
@@ -44,7 +46,7 @@ try:
     from torch._C import _current_autograd_node as _autograd_node
     from torch._C import _current_graph_task_id as _graph_task_id
     from torch._C import _len_torch_dispatch_stack, _will_engine_execute_node
-    from torch._C._autograd import _top_saved_tensors_default_hooks
+    from torch._C._autograd import SavedTensor, _top_saved_tensors_default_hooks
     from torch._C._dynamo.eval_frame import get_eval_frame_callback
     from torch._dynamo.eval_frame import skip_code
     from torch._dynamo.utils import counters
@@ -55,6 +57,7 @@ try:
     from torch.utils._python_dispatch import _pop_mode, _push_mode
     from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
+    _unpack_hook: property = SavedTensor.unpack_hook  # type: ignore[attr-defined]
     _SELECTIVE_CHECKPOINTS = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
     _queue = Variable._execution_engine.queue_callback
 except (ImportError, AttributeError) as error:
@@ -181,6 +184,23 @@ def saved_tensors_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | Non
     return _top_saved_tensors_default_hooks(False)
 
 
+def saved_by_checkpoint(node: torch.autograd.graph.Node) -> bool:
+    """Whether what ``node`` has saved is with a checkpoint, that of ``use_reentrant=False``."""
+    for name in _names_of_saved(type(node)):
+        saved = getattr(node, name)
+        for each in saved if isinstance(saved, (tuple, list)) else (saved,):
+            if isinstance(each, SavedTensor):
+                # Those of one node have all been saved under the same hooks.
+                unpack = _unpack_hook.__get__(each)
+                return getattr(unpack, "__module__", None) == "torch.utils.checkpoint"
+    return False
+
+
+@functools.cache
+def _names_of_saved(kind: type) -> tuple[str, ...]:
+    return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
+
+
 def tensor_hooks(tensor: torch.Tensor) -> list[Callable[[torch.Tensor], object]]:
     """What ``tensor.register_hook`` was given, in order."""
     hooks: Any = tensor._backward_hooks
@@ -259,6 +279,24 @@ def add_forward_hook(module: nn.Module, key: str, hook: Callable[..., Any]) -> N
     always_called: Any = module._forward_hooks_always_called
     hooks[key] = hook
     always_called[key] = True
+
+
+def run_forward_pre_hook(module: nn.Module, key: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Run the hook that :func:`add_forward_pre_hook` put on, if there is one.
+
+    Returns:
+        The arguments and keyword arguments to go on with.
+    """
+    hooks: Any = module._forward_pre_hooks
+    result = hooks[key](module, args, kwargs) if key in hooks else None
+    return (args, kwargs) if result is None else result
+
+
+def run_forward_hook(module: nn.Module, key: str, args: Any, output: Any) -> Any:
+    """Run the hook that :func:`add_forward_hook` put on, if there is one; returns the output."""
+    hooks: Any = module._forward_hooks
+    result = hooks[key](module, args, output) if key in hooks else None
+    return output if result is None else result
 
 
 def remove_forward_hooks(module: nn.Module, key: str) -> None:

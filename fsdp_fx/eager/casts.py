@@ -1,4 +1,7 @@
-"""FSDP2's casts of inputs and outputs, which go with its hooks, in a form that is traced."""
+"""FSDP2's casts and moves of inputs, and casts of outputs, in a form that is traced.
+
+They go with its hooks.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +30,22 @@ def install_casts(module: nn.Module, sharded: ShardedModule) -> None:
     install_output_cast(module, sharded)
 
 
-def install_input_cast(module: nn.Module, sharded: ShardedModule | None) -> None:
-    """Cast the inputs, if FSDP2 would: before the hooks that are there already."""
-    if sharded is not None and sharded.input_dtype is not None:
-        add_forward_pre_hook(module, CAST_KEY, _input_cast(sharded.input_dtype))
+def install_input_cast(
+    module: nn.Module, sharded: ShardedModule | None, device: torch.device | None = None
+) -> None:
+    """Cast and move the inputs, if FSDP2 would: before the hooks that are there already.
+
+    Args:
+        module: the module.
+        sharded: its ``fully_shard`` call; without one nothing is done.
+        device: of a root, whose inputs FSDP2 moves to it unless it is the CPU.
+    """
+    if sharded is None:
+        return
+    if device is not None and device.type == "cpu":
+        device = None
+    if device is not None or sharded.input_dtype is not None:
+        add_forward_pre_hook(module, CAST_KEY, _input_cast(sharded.input_dtype, device))
 
 
 def install_output_cast(module: nn.Module, sharded: ShardedModule | None) -> None:
@@ -39,14 +54,16 @@ def install_output_cast(module: nn.Module, sharded: ShardedModule | None) -> Non
         add_forward_hook(module, CAST_KEY, _output_cast(sharded.output_dtype))
 
 
-def _input_cast(dtype: torch.dtype) -> Callable[..., Any]:
-    """FSDP2's cast of floating-point inputs to ``param_dtype``, in a form that is traced."""
+def _input_cast(dtype: torch.dtype | None, device: torch.device | None) -> Callable[..., Any]:
+    """FSDP2's move of inputs and cast of floating-point ones, in a form that is traced."""
+
+    def convert(tensor: torch.Tensor) -> torch.Tensor:
+        if device is not None and tensor.device != device:
+            tensor = tensor.to(device)
+        return tensor if dtype is None else _cast(tensor, dtype)
 
     def cast_inputs(module: nn.Module, args: Any, kwargs: Any) -> Any:
-        return (
-            map_tensors(lambda tensor: _cast(tensor, dtype), args),
-            map_tensors(lambda tensor: _cast(tensor, dtype), kwargs),
-        )
+        return map_tensors(convert, args), map_tensors(convert, kwargs)
 
     skip_code(cast_inputs.__code__)
     return cast_inputs

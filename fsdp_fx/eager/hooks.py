@@ -53,9 +53,9 @@ from .casts import CAST_KEY, install_input_cast, install_output_cast
 from .saved_tensors import spare_parameters
 from .tensors import differentiable_tensors
 
-__all__ = ["BackwardOf", "ModuleHooks", "refuse_parameter", "shows_sharded"]
+__all__ = ["HOOKS_KEY", "BackwardOf", "ModuleHooks", "refuse_parameter", "shows_sharded"]
 
-_KEY = "fsdp_fx"
+HOOKS_KEY = "fsdp_fx"
 _FRAMED = "_fsdp_fx_framed"
 # Looked up on the module itself: its class has others that do the same.
 _REFUSED = ("__deepcopy__", "__reduce_ex__")
@@ -223,7 +223,7 @@ class ModuleHooks:
         """Take the hooks off the module."""
         module = self.module()
         if module is not None:
-            for key in (_KEY, CAST_KEY):
+            for key in (HOOKS_KEY, CAST_KEY):
                 remove_forward_hooks(module, key)
             for name in _REFUSED:
                 module.__dict__.pop(name, None)
@@ -279,9 +279,11 @@ class ModuleHooks:
             after(module, output)
 
         # The hooks run in this order: pre_hook, cast_inputs, forward, post_hook, cast_outputs.
-        install_input_cast(module, sharded)
-        add_forward_pre_hook(module, _KEY, pre_hook)
-        add_forward_hook(module, _KEY, post_hook)
+        communication = self.window.communication
+        device = communication.device if self.is_chunk and communication is not None else None
+        install_input_cast(module, sharded, device)
+        add_forward_pre_hook(module, HOOKS_KEY, pre_hook)
+        add_forward_hook(module, HOOKS_KEY, post_hook)
         install_output_cast(module, sharded)
         skip_code(pre_hook.__code__)
         skip_code(post_hook.__code__)
