@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import fx, nn
 
 from .agreement import agreements_of
-from .eager.casts import install_casts
-from .eager.fsdp_methods import shadow_methods
+from .eager.casts import install_casts, remove_casts
+from .eager.fsdp_methods import restore_methods, shadow_methods
 from .eager.hooks import ModuleHooks
 from .eager.optimizers import guard_optimizers
 from .eager.owners import OwnerHooks
@@ -41,7 +41,9 @@ from .units import (
     ShardedModule,
     Unit,
     attach,
+    detach,
     find_sharded_modules,
+    require_detachable,
     require_memory_statistics,
     require_supported,
     require_unshared,
@@ -162,6 +164,9 @@ class FSDPContext:
         self._chunks: dict[str, weakref.ref[nn.Module]] = {}
         self._hooks: list[ModuleHooks] = []
         self._owners: list[OwnerHooks] = []
+        self._ties: list[TieHooks] = []
+        self._on_release: list[Callable[[], None]] = []
+        self._released = False
         self._called_directly: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     def __repr__(self) -> str:
@@ -204,6 +209,8 @@ class FSDPContext:
                 "the process group is closed: call torch.distributed.init_process_group() and "
                 "fully_shard() before adopt()"
             )
+        if self._released:
+            raise RuntimeError("adopt() after release(): build another FSDPContext")
         if self._window.is_open or self.stats.windows:
             raise RuntimeError(
                 "adopt() after training has begun: adopt every chunk before the first forward"
@@ -342,7 +349,60 @@ class FSDPContext:
             tied_units = [unit for unit, sharing in ties.items() if sharing]
             if tied_units:
                 sharing = dict.fromkeys(m for unit in tied_units for m in ties[unit])
-                TieHooks(hooks, tied_units, list(sharing))
+                self._ties.append(TieHooks(hooks, tied_units, list(sharing)))
+
+    def release(self) -> None:
+        """Give the modules back to plain FSDP2, between two windows.
+
+        FSDP2's own hooks and methods act again, with what ``fully_shard`` was given;
+        parameters, gradients and optimizers stay as they are. Pipeline schedules that were
+        bound are as they were before. What was compiled with ``backend="fsdp_fx"`` is to be
+        compiled again, with another backend. Programs and counters can still be read; new
+        modules need another context.
+
+        Raises:
+            RuntimeError: a window is open; or plain FSDP2 could not go on with a module.
+        """
+        if self._window.is_open:
+            raise RuntimeError(
+                f"release() in the middle of window {self._window.number}: close it with "
+                "finish_grad_sync(), or discard it with abort()"
+            )
+        chunks = [chunk for chunk in (ref() for ref in self._chunks.values()) if chunk is not None]
+        for chunk in chunks:
+            require_detachable(chunk)
+        self._released = True
+        for undo in self._on_release:
+            undo()
+        self._window.close()  # the current stream waits for reductions, if any are under way
+        alive = [unit for unit in self.units if unit.is_alive]
+        self._window.residency.free_idle(alive)  # frozen units that stayed
+        removable: list[ModuleHooks | OwnerHooks | TieHooks] = [
+            *self._hooks,
+            *self._owners,
+            *self._ties,
+        ]
+        for hooks in removable:
+            hooks.remove()
+        for chunk in chunks:
+            for module in chunk.modules():
+                restore_methods(module)
+                remove_casts(module)
+                _chunks_by_module.pop(module, None)
+            detach(chunk)
+        for unit in alive:
+            unit.let_go()
+            _context_by_unit.pop(unit, None)
+        if self._guard is not None:
+            self._guard()
+        for held in (self._hooks, self._owners, self._ties, self._on_release, self._window.units):
+            held.clear()
+        self._chunks.clear()
+        self._units.clear()
+
+    def when_released(self, undo: Callable[[], None]) -> None:
+        """Have :meth:`release` call ``undo``: for integrations, not for training loops."""
+        self._on_release.append(undo)
 
     # Schedules that call submodules
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import gc
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_state
 
@@ -401,9 +402,53 @@ def refusal(module: nn.Module) -> str:
     return one_line(error)
 
 
-def test_adopting_refuses_cpu_offload(linear: nn.Linear) -> None:
-    fully_shard(linear, mesh=cpu_mesh(), offload_policy=CPUOffloadPolicy(pin_memory=False))
-    assert re.search(r"'root' uses CPUOffloadPolicy.*shard it without", refusal(linear))
+def _prefetch_forward(module: Any) -> None:
+    module.set_modules_to_forward_prefetch([module])
+
+
+def _prefetch_backward(module: Any) -> None:
+    module.set_modules_to_backward_prefetch([module])
+
+
+def _stay_after_backward(module: Any) -> None:
+    module.set_reshard_after_backward(False)
+
+
+def _gather_asynchronously(module: Any) -> None:
+    module._set_unshard_async_op(True)
+
+
+def _wait_for_event(module: Any) -> None:
+    module.set_post_optim_event(object())
+
+
+@pytest.mark.parametrize(
+    ("choose", "named"),
+    [
+        (_prefetch_forward, "set_modules_to_forward_prefetch"),
+        (_prefetch_backward, "set_modules_to_backward_prefetch"),
+        (_stay_after_backward, r"set_reshard_after_backward\(False\).*memory_budget"),
+        (_gather_asynchronously, r"_set_unshard_async_op\(True\)"),
+        (_wait_for_event, "set_post_optim_event"),
+    ],
+)
+def test_adopting_refuses_what_the_program_decides(
+    linear: nn.Linear, choose: Callable[[Any], None], named: str
+) -> None:
+    choose(fully_shard(linear, mesh=cpu_mesh()))
+    assert re.search(f"'root': {named}.*", message := refusal(linear))
+    assert "remove it" in message
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_adopting_before_the_weights_exist_is_refused_and_works_after() -> None:
+    with torch.device("meta"):
+        module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    for layer in (*module, module):
+        fully_shard(layer, mesh=cpu_mesh())
+    assert re.search(r"parameter 'weight' is on the meta.*to_empty\(\)", refusal(module))
+    module.to_empty(device="cpu")
+    fsdp_fx.FSDPContext().adopt(module)
 
 
 @pytest.mark.parametrize("fake_group", [4], indirect=True)

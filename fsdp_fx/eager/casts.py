@@ -11,11 +11,22 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..torch_internals import add_forward_hook, add_forward_pre_hook, skip_code
+from ..torch_internals import (
+    add_forward_hook,
+    add_forward_pre_hook,
+    remove_forward_hooks,
+    skip_code,
+)
 from ..units import ShardedModule
 from .tensors import map_tensors
 
-__all__ = ["CAST_KEY", "install_casts", "install_input_cast", "install_output_cast"]
+__all__ = [
+    "CAST_KEY",
+    "install_casts",
+    "install_input_cast",
+    "install_output_cast",
+    "remove_casts",
+]
 
 CAST_KEY = "fsdp_fx.cast"
 
@@ -52,6 +63,11 @@ def install_output_cast(module: nn.Module, sharded: ShardedModule | None) -> Non
     """Cast the outputs, if FSDP2 would: after the hooks that are there already."""
     if sharded is not None and sharded.output_dtype is not None:
         add_forward_hook(module, CAST_KEY, _output_cast(sharded.output_dtype))
+
+
+def remove_casts(module: nn.Module) -> None:
+    """Undo what this module's functions installed."""
+    remove_forward_hooks(module, CAST_KEY)
 
 
 def _input_cast(dtype: torch.dtype | None, device: torch.device | None) -> Callable[..., Any]:

@@ -49,7 +49,7 @@ from .backward import (
     watch_output,
     watch_pass,
 )
-from .casts import CAST_KEY, install_input_cast, install_output_cast
+from .casts import install_input_cast, install_output_cast, remove_casts
 from .saved_tensors import spare_parameters
 from .tensors import differentiable_tensors
 
@@ -223,8 +223,9 @@ class ModuleHooks:
         """Take the hooks off the module."""
         module = self.module()
         if module is not None:
-            for key in (HOOKS_KEY, CAST_KEY):
-                remove_forward_hooks(module, key)
+            remove_forward_hooks(module, HOOKS_KEY)
+            remove_casts(module)
+            self._load_guard.remove()
             for name in _REFUSED:
                 module.__dict__.pop(name, None)
             framed = type(module)
@@ -249,6 +250,7 @@ class ModuleHooks:
             module.__class__ = _framed(type(module))
         # The hooks lead to the window, and with it to everything that is scheduled.
         module.__dict__.update(dict.fromkeys(_REFUSED, _refuse_copy))
+        self._load_guard = module.register_load_state_dict_pre_hook(self._before_loading)
         before, after = self._before_forward, self._after_forward
         # Dynamo must neither trace these nor compile their frames on their own.
         before = torch._dynamo.disable(before)
@@ -287,6 +289,15 @@ class ModuleHooks:
         install_output_cast(module, sharded)
         skip_code(pre_hook.__code__)
         skip_code(post_hook.__code__)
+
+    def _before_loading(self, module: nn.Module, *_: object) -> None:
+        window = self.window
+        if window.is_open:
+            raise RuntimeError(
+                f"load_state_dict() of {self.name} in the middle of window {window.number}: what is "
+                "gathered would keep the weights of before; load between windows, after "
+                "finish_grad_sync() or abort()"
+            )
 
     # Forward
 

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -36,6 +37,7 @@ from ..torch_internals import (
     add_forward_pre_hook,
     current_graph_task,
     differentiated_function,
+    remove_forward_hooks,
     skip_code,
 )
 from ..units import Unit
@@ -245,8 +247,16 @@ class OwnerHooks:
         self._rounds: list[_Round] = []
         self._number = window.number
         self._entries: list[_Entry] = []
+        self._modules = [weakref.ref(module) for module in submodules.values()]
         for index, module in enumerate(submodules.values()):
             self._install(index, module)
+
+    def remove(self) -> None:
+        """Take the hooks off the submodules."""
+        for reference in self._modules:
+            module = reference()
+            if module is not None:
+                remove_forward_hooks(module, _KEY)
 
     def forget(self) -> None:
         """Forget every round: the window was discarded."""

@@ -13,6 +13,7 @@ module uses without having it under a name is not noticed.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,7 +21,12 @@ import torch
 from torch import nn
 
 from ..calls import ForwardCall
-from ..torch_internals import add_forward_hook, current_graph_task, skip_code
+from ..torch_internals import (
+    add_forward_hook,
+    current_graph_task,
+    remove_forward_hooks,
+    skip_code,
+)
 from ..units import Unit
 from .backward import accumulates, watch_output
 from .hooks import BackwardOf, ModuleHooks
@@ -80,8 +86,16 @@ class TieHooks:
     ) -> None:
         self._own = own
         self._units = tuple(units)
+        self._modules = [weakref.ref(module) for module in modules]
         for module in modules:
             self._install(module)
+
+    def remove(self) -> None:
+        """Take the hooks off the modules."""
+        for reference in self._modules:
+            module = reference()
+            if module is not None:
+                remove_forward_hooks(module, _KEY)
 
     def _install(self, module: nn.Module) -> None:
         # Dynamo must neither trace this nor compile its frame on its own.

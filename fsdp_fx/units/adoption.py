@@ -1,8 +1,12 @@
-"""From ``fully_shard`` calls to units: what is refused, and how FSDP2's hooks are taken off."""
+"""From ``fully_shard`` calls to units and back: how FSDP2's hooks are taken off, and put on again.
+
+What a context would silently ignore or get wrong is refused before anything is changed.
+"""
 
 from __future__ import annotations
 
 import copy
+import inspect
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -12,22 +16,27 @@ import torch
 from torch import nn
 
 from .private_names import (
+    FSDPCommContext,
     FSDPMeshInfo,
     FSDPModule,
     FSDPParam,
     FSDPParamGroup,
     FSDPState,
+    FSDPStateContext,
     TrainingState,
     _get_module_fsdp_state,
+    _register_group_forward_hooks,
 )
-from .references import hold_modules_weakly
+from .references import hold_modules_strongly, hold_modules_weakly
 from .unit import Communication, Unit, specify
 
 __all__ = [
     "ShardedModule",
     "attach",
+    "detach",
     "find_sharded_modules",
     "redirect_forward_methods",
+    "require_detachable",
     "require_memory_statistics",
     "require_supported",
     "require_unshared",
@@ -58,6 +67,9 @@ def find_sharded_modules(root: nn.Module) -> Iterator[tuple[str, FSDPModule]]:
         if isinstance(module, FSDPModule):
             yield path, module
 
+
+# Where a state keeps the ``post_forward_mesh_info`` of its groups from before adoption.
+_BEFORE = "_fsdp_fx_before"
 
 # Where a state of torch 2.11, which knows one group, keeps the others.
 _FURTHER_GROUPS = "_fsdp_fx_further_groups"
@@ -339,6 +351,10 @@ def attach(
         and all(group.post_forward_mesh_info is None for group in _param_groups(state))
         for _, state in states
     }
+    for _, state in states:
+        if state._is_root is None or not hasattr(state, _BEFORE):
+            # FSDP2's initialisation changes that of a root.
+            setattr(state, _BEFORE, [g.post_forward_mesh_info for g in _param_groups(state)])
     suffixes = _initialise([state for _, state in states])
     result: list[ShardedModule] = []
     for path, state in states:
@@ -379,3 +395,61 @@ def attach(
         cast(Any, module)._is_fsdp_managed_module = False
     assert communication is not None
     return result, communication
+
+
+def require_detachable(root: nn.Module) -> None:
+    """Raise where plain FSDP2 could not go on with what :func:`detach` would leave.
+
+    Raises:
+        RuntimeError: a unit's module trains parameters of several dtypes, on a torch whose
+            FSDP2 reduces one per ``fully_shard`` call.
+    """
+    for path, state in _states(root):
+        if hasattr(state, _FURTHER_GROUPS):
+            raise RuntimeError(
+                f"module {path or 'root'!r} trains parameters of several dtypes, which FSDP2 of "
+                f"torch {torch.__version__} refuses by itself: it stays with its context"
+            )
+
+
+def detach(root: nn.Module) -> None:
+    """Undo :func:`attach`: FSDP2's own hooks act again, from its lazy initialisation on.
+
+    Args:
+        root: what :func:`attach` was given, with every unit at rest.
+    """
+    for _, state in _states(root):
+        groups = _param_groups(state)
+        hold_modules_strongly(state, groups)
+        private: Any = state
+        before = private.__dict__.pop(_BEFORE)
+        # Groups that were cut by dtype have what the one before them had.
+        for index, group in enumerate(groups):
+            group.post_forward_mesh_info = before[min(index, len(before) - 1)]
+            group.comm_ctx = FSDPCommContext()
+            group.reshard_after_backward = True
+            group._module_fqn = None
+            group._training_state = TrainingState.IDLE
+        for name in ("_pre_forward", "_post_forward"):
+            private.__dict__.pop(name, None)
+        private._is_root = None
+        private._state_ctx = FSDPStateContext()
+        private._comm_ctx = FSDPCommContext()
+        _register_hooks(state)
+    for _, module in find_sharded_modules(root):
+        cast(Any, module)._is_fsdp_managed_module = True
+
+
+def _register_hooks(state: Any) -> None:
+    modules = state._modules
+    if len(modules) == 1:
+        state._pre_forward_hook_handle = modules[0].register_forward_pre_hook(
+            state._pre_forward, prepend=True, with_kwargs=True
+        )
+        state._post_forward_hook_handle = modules[0].register_forward_hook(state._post_forward)
+        return
+    arguments = [modules, state._pre_forward, state._post_forward, state._modules_to_run_forward]
+    if len(inspect.signature(_register_group_forward_hooks).parameters) > len(arguments):
+        arguments.append(state._cast_output_dtype)  # since torch 2.13
+    handle = _register_group_forward_hooks(*arguments)
+    state._pre_forward_hook_handle = state._post_forward_hook_handle = handle

@@ -18,9 +18,12 @@ __all__ = [
     "FSDPParam",
     "FSDPParamGroup",
     "FSDPState",
+    "FSDPStateContext",
+    "ParamModuleInfo",
     "ShardedState",
     "TrainingState",
     "_get_module_fsdp_state",
+    "_register_group_forward_hooks",
     "missing_private_names",
 ]
 
@@ -29,14 +32,20 @@ SUPPORTED_TORCH = "2.11 to 2.14"
 try:
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, TrainingState
-    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
+    from torch.distributed.fsdp._fully_shard._fsdp_param import (
+        FSDPParam,
+        ParamModuleInfo,
+        ShardedState,
+    )
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import (
         FSDPCommContext,
         FSDPParamGroup,
     )
     from torch.distributed.fsdp._fully_shard._fsdp_state import (
         FSDPState,
+        FSDPStateContext,
         _get_module_fsdp_state,
+        _register_group_forward_hooks,
     )
 except ImportError as error:
     raise ImportError(

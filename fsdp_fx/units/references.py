@@ -1,4 +1,7 @@
-"""FSDP2's references to modules, made weak: a deleted model is then gone at once."""
+"""FSDP2's references to modules, made weak while a context schedules them.
+
+A deleted model is then gone at once.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,9 @@ from typing import Any, overload
 
 from torch import nn
 
-from .private_names import FSDPParamGroup, FSDPState
+from .private_names import FSDPParamGroup, FSDPState, ParamModuleInfo
 
-__all__ = ["hold_modules_weakly"]
+__all__ = ["hold_modules_strongly", "hold_modules_weakly"]
 
 
 class _WeakModules(Sequence[nn.Module]):
@@ -98,4 +101,21 @@ def hold_modules_weakly(state: FSDPState, groups: Sequence[FSDPParamGroup]) -> N
             private_parameter: Any = parameter
             private_parameter._module_info = _WeakModuleInfo(
                 info.module, info.param_name, info.shared_modules, info.shared_param_names
+            )
+
+
+def hold_modules_strongly(state: FSDPState, groups: Sequence[FSDPParamGroup]) -> None:
+    """Undo :func:`hold_modules_weakly`, for a state that is initialised again."""
+    private: Any = state
+    private._modules = tuple(private._modules)
+    for group in groups:
+        private_group: Any = group
+        private_group.modules = private._modules
+        private_group._module_to_pre_save_state_dict_hook_handle = {}
+        private_group._module_to_pre_load_state_dict_hook_handle = {}
+        for parameter in group.fsdp_params:
+            info: Any = parameter._module_info
+            private_parameter: Any = parameter
+            private_parameter._module_info = ParamModuleInfo(
+                info.module, info.param_name, info.shared_modules, list(info.shared_param_names)
             )

@@ -349,6 +349,15 @@ class Unit:
     def _point_modules_at_unsharded(self) -> None:
         for index, parameter in enumerate(self.group.fsdp_params):
             unsharded, sharded = parameter._unsharded_param, parameter.sharded_param
+            info = parameter._module_info
+            if info.module._parameters.get(info.param_name) is not sharded:
+                self._point_modules_at_sharded()
+                raise RuntimeError(
+                    f"unit {self.spec.name}: {info.param_name!r} of {type(info.module).__name__} is "
+                    "not the parameter that was adopted: torch.func.functional_call() and "
+                    "parameters that are replaced after adopt() have no effect on a module that a "
+                    "context schedules; change the weights in place, between windows"
+                )
             trains = sharded.requires_grad
             if unsharded.requires_grad != trains:
                 unsharded.requires_grad_(trains)
@@ -396,6 +405,11 @@ class Unit:
             key = storage_key(parameter._unsharded_param)
             self._parameter_index[key] = index
             _unit_by_storage[key] = self
+
+    def let_go(self) -> None:
+        """The unit's parameters are nobody's unit from here on."""
+        for key in self._parameter_index:
+            _unit_by_storage.pop(key, None)
 
     # Gradients
 
