@@ -150,6 +150,19 @@ def test_an_accumulation_loop_of_fsdp2_goes_on_unchanged(sync: bool) -> None:
         twin.check()
 
 
+@pytest.mark.usefixtures("fake_group")
+def test_the_most_reduction_inputs_that_any_chunk_asks_for_may_be_held() -> None:
+    if not hasattr(FSDPModule, "set_reduce_scatter_max_input_buffers"):
+        pytest.skip("this torch has no such method")
+    chunks: list[Any] = [shard(Chunk(), mesh=cpu_mesh()) for _ in range(3)]
+    chunks[1].set_reduce_scatter_max_input_buffers(3)
+    context = FSDPContext(mode="recorded")
+    context.adopt(*chunks)
+    contexts = {id(unit.group.comm_ctx): unit.group.comm_ctx for unit in context.units}
+    (shared,) = contexts.values()
+    assert shared.reduce_scatter_max_input_buffers == 3
+
+
 # reshard(), and what calls it
 
 

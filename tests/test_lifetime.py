@@ -245,8 +245,6 @@ def test_modules_that_share_a_unit_are_gone_at_once() -> None:
 
 def test_model_that_fsdp2_has_trained_before_is_gone_at_once() -> None:
     module: Any = shard(Chunk())
-    module.blocks[0].set_modules_to_forward_prefetch([module.blocks[1]])
-    module.blocks[1].set_modules_to_backward_prefetch([module.blocks[0]])
     module(torch.randn(3, DIM)).sum().backward()
     gc.collect()
     context = FSDPContext(mode="recorded")

@@ -394,6 +394,11 @@ def attach(
         # together with the call); units have hooks of their own.
         cast(Any, module)._is_fsdp_managed_module = False
     assert communication is not None
+    communication.keep_reduction_inputs(
+        getattr(group, "reduce_scatter_max_input_buffers", 1)
+        for _, state in states
+        for group in _param_groups(state)
+    )
     return result, communication
 
 

@@ -94,6 +94,18 @@ class Communication:
     def _stream(self, name: str) -> torch.Stream | None:
         return None if self._device.type == "cpu" else getattr(self._comm_context, name)
 
+    def keep_reduction_inputs(self, counts: Iterable[int]) -> None:
+        """Let as many reductions hold their input at once as any unit asks for.
+
+        Args:
+            counts: of each unit, by ``set_reduce_scatter_max_input_buffers`` (torch 2.13 on).
+        """
+        comm: Any = self._comm_context
+        if hasattr(comm, "reduce_scatter_max_input_buffers"):
+            comm.reduce_scatter_max_input_buffers = max(
+                comm.reduce_scatter_max_input_buffers, *counts
+            )
+
     def wait_for_compute(self) -> None:
         """Make gathers that start from here on wait for the current stream.
 
