@@ -310,12 +310,19 @@ class Agreement:
     def look(self) -> None:
         """See whether another rank has left its program where this one did not.
 
+        A rank that has left waits for the others. So where the store is gone, with the process
+        that held it, nobody has: that process was done with the same windows, its last ones.
+
         Raises:
             RanksDisagreeError: one has, in this window or in the one before.
         """
         for back, departures in ((0, self._departures), (1, self._departures_before)):
             key = f"departure/{self._place(back)}/{departures}"
-            if self._window >= back and self._store.check([f"{key}/first"]):
+            try:
+                left = self._window >= back and self._store.check([f"{key}/first"])
+            except dist.DistNetworkError:
+                return
+            if left:
                 self._disagree(
                     f"{self._first_to(key, _LEFT)}, and rank {self._rank} did not. {_REMEDY}", key
                 )

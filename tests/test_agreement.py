@@ -6,6 +6,7 @@ import contextlib
 import copy
 import datetime
 import itertools
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -586,6 +587,21 @@ def test_rank_that_waits_in_a_window_that_another_has_discarded_raises() -> None
     assert (
         "rank 0 has discarded its window with abort(), and rank 1 waits for it there" in raised[0]
     )
+
+
+def test_rank_that_closes_after_the_process_with_the_store_has_ended_closes() -> None:
+    # Rank 0 of env:// holds it, and is done with the last window first.
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    held: Any = dist.TCPStore("localhost", port, is_master=True)
+    agreement = Agreement((0, 1), 1, dist.TCPStore("localhost", port, is_master=False), 10.0)
+    agreement.begin()
+    agreement.look()
+    del held
+    with pytest.raises(dist.DistNetworkError):
+        agreement.check()
+    agreement.look()
 
 
 @settings(max_examples=25)

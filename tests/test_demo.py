@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -21,7 +20,7 @@ from fsdp_fx.demo.model import BYTES, ModelShape, Stage, next_byte_loss
 from fsdp_fx.demo.observe import Observer
 from fsdp_fx.demo.text import Text
 from fsdp_fx.demo.training import FILES, Options
-from ranks import RankPools, run_script
+from ranks import RankPools
 
 ROOT = Path(__file__).parent.parent
 
@@ -88,10 +87,10 @@ def test_the_demo_ends_with_a_table_and_leaves_its_files(tmp_path: Path) -> None
     assert (output / "timeline.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_readme_has_the_table_and_says_what_it_shows() -> None:
-    readme = (ROOT / "README.md").read_text(encoding="utf-8").replace("`", "")
-    assert EXPLANATION in " ".join(readme.split())
-    rows = re.findall(r"^\| ([a-z][\w ,]*?) \|.*\|.*\|.*\|$", readme, re.MULTILINE)
+def test_the_documents_have_the_table_and_say_what_it_shows() -> None:
+    page = (ROOT / "docs" / "demo.md").read_text(encoding="utf-8").replace("`", "")
+    assert EXPLANATION in " ".join(page.split())
+    rows = re.findall(r"^\| ([a-z][\w ,]*?) \|.*\|.*\|.*\|$", page, re.MULTILINE)
     assert {"gathers", "reductions", "peak full parameters, KiB", "start and compile, s"} <= {*rows}
 
 
@@ -102,98 +101,6 @@ def test_a_rank_that_fails_ends_the_others_and_is_quoted(tmp_path: Path) -> None
     with pytest.raises(RankError, match=r"(?s)rank 0 failed:\nTraceback.*FileNotFoundError"):
         for _ in run_ranks(options):
             pass
-
-
-def _blocks(language: str) -> Sequence[str]:
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    blocks = re.findall(r"^```(\w*)\n(.*?)^```$", readme, re.DOTALL | re.MULTILINE)
-    return [text for name, text in blocks if name == language]
-
-
-def _printed(script: str, tmp_path: Path) -> str:
-    """What a script prints on two ranks."""
-    path = tmp_path / "script.py"
-    path.write_text(script, encoding="utf-8")
-    return run_script(path, cwd=tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("compiled", [False, True])
-def test_the_quickstart_runs_as_printed(tmp_path: Path, compiled: bool) -> None:
-    quickstart, *parts = _blocks("python")
-    for part in parts:
-        compile(part, "README.md", "exec")
-    if compiled:
-        # Inductor would only take longer.
-        quickstart, lines = re.subn(
-            r'(?m)^# Compiled: (chunks = .*backend="fsdp_fx")\)',
-            r'\1, options={"region_compiler": "eager"})',
-            quickstart,
-        )
-        assert lines == 1
-    printed = _printed(quickstart, tmp_path)
-    assert "step 2: loss" in printed
-    assert re.search(r"windows: 3 closed\W+1 recorded\b.*\b2 replayed", printed)
-    how = "compiled, graph" if compiled else "eager, scheduled from hooks"
-    for chunk in ("c0", "c1"):
-        assert f"chunk {chunk}: {how}" in printed
-    assert "fallbacks: none" in printed
-    (snippet,) = (block for block in _blocks("") if block.startswith("# program:"))
-    for part in snippet.split("...\n"):
-        assert part.rstrip() in printed, "the program that the README explains"
-
-
-_AROUND_THE_DIFF = (
-    """\
-import torch
-import torch.distributed as dist
-import torch.nn.functional as F
-from torch import nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
-        self.head = nn.Linear(16, 4)
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(x).relu()
-        return self.head(x)
-
-dist.init_process_group("gloo")
-mesh = init_device_mesh("cpu", (2,))
-policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-torch.manual_seed(0)
-model = Model()
-torch.manual_seed(1 + dist.get_rank())
-batches = [[(torch.randn(8, 16), torch.randn(8, 4)) for _ in range(4)] for _ in range(3)]
-""",
-    """
-full = {name: value.full_tensor() for name, value in state.items()}
-if dist.get_rank() == 0:
-    torch.save(full, "state.pt")
-dist.destroy_process_group()
-""",
-)
-
-
-@pytest.mark.slow
-def test_the_converted_script_trains_to_the_same_weights(tmp_path: Path) -> None:
-    (diff,) = _blocks("diff")
-    lines = diff.splitlines()
-    states = []
-    for side in "-+":
-        body = "\n".join(line[1:] for line in lines if line[0] in (" ", side))
-        before, after = _AROUND_THE_DIFF
-        _printed(before + body + after, tmp_path)
-        states.append(torch.load(tmp_path / "state.pt"))
-    assert states[0].keys() == states[1].keys()
-    for name, value in states[0].items():
-        torch.testing.assert_close(states[1][name], value, rtol=0, atol=0)
 
 
 @pytest.mark.slow

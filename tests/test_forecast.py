@@ -593,7 +593,7 @@ ROOT = Path(__file__).parents[1]
 
 def _commands() -> list[str]:
     """The plan commands that documents and the help show, but for those of a recorded trace."""
-    pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
     texts = [page.read_text(encoding="utf-8") for page in pages]
     parser = subprocess.run(
         [sys.executable, "-m", "fsdp_fx", "plan", "--help"],

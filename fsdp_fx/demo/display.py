@@ -20,7 +20,7 @@ _LABELS: dict[RunName, str] = {
 }
 
 
-# The README has it too.
+# docs/demo.md has it too.
 EXPLANATION = (
     "FSDP2: torch's pipelining leaves a layer gathered after every backward but the last, so "
     "that all parameters of a rank are there at once, and reduces once a step. fsdp_fx frees a "
