@@ -280,6 +280,10 @@ def _run_script(
     code = 0
     try:
         runpy.run_path(str(script), run_name="__main__")
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if code:
+            traceback.print_exc()
     except BaseException:
         traceback.print_exc()
         code = 1
