@@ -71,7 +71,7 @@ def fsdp_fx(
     Raises:
         ValueError: an unknown option, or a mode.
         RuntimeError: a parameter is sharded but belongs to no adopted module, or is
-            tensor-parallel.
+            tensor-parallel or of another tensor subclass.
     """
     region_compiler, fallback_random, inductor = _read_options(options, mode)
     units = {
@@ -238,6 +238,14 @@ def _refuse_sharded(
                 f"DTensor on mesh {value.device_mesh.mesh_dim_names or value.device_mesh}), which "
                 "no captured graph can be scheduled with yet: leave the chunk eager, or compile "
                 "modules without units of their own inside of it with another backend"
+            )
+        if index in units and hasattr(value, "__tensor_flatten__"):
+            # AOTAutograd takes it apart; the storages of its parts name no unit.
+            raise RuntimeError(
+                f"parameter {names[index]} of unit {units[index].spec.name} is a "
+                f"{type(value).__name__}, made by its fsdp_post_all_gather(), and no captured graph "
+                "can be scheduled with a tensor subclass yet: leave the chunk eager, or have "
+                "fsdp_post_all_gather() make an ordinary tensor"
             )
     if parameters and not units:
         logger.warning(

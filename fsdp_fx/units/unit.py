@@ -398,6 +398,7 @@ class Unit:
                 self.gather()
                 self.wait()
                 self.free()
+                self._point_modules_at_sharded()
                 return
         world_size = self.group.fsdp_params[0].mesh_info.shard_mesh_size
         with _normal_tensors():
