@@ -5,16 +5,17 @@ step and reduces by itself. :func:`bind` puts a plain shell around each stage's 
 the schedule then runs forwards and backwards and leaves gathers, frees and
 reductions to the context.
 
-The private names of torch's schedules and stages are used in this module only. Where a
-schedule splits the backward into an input and a weight half, torch's own weight half looks
-for gradients of the parameters that are registered, which are sharded. Here the halves are
-computed with the full parameters, which are free to go in between
-(:mod:`fsdp_fx.eager.split_backward`). What cannot be split, above all compiled code, runs
-whole in the input half, and :meth:`FSDPContext.explain` says so.
+The private names of torch's schedules and stages are used in this module only
+(:data:`PRIVATE_NAMES`). Where a schedule splits the backward into an input and a weight
+half, torch's own weight half looks for gradients of the parameters that are registered,
+which are sharded. Here the halves are computed with the full parameters, which are free to
+go in between (:mod:`fsdp_fx.eager.split_backward`). What cannot be split, above all compiled
+code, runs whole in the input half, and :meth:`FSDPContext.explain` says so.
 """
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from types import MethodType
@@ -22,12 +23,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import Node, get_gradient_edge
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from .context import FSDPContext
 from .eager.split_backward import SplitBackward, WeightGradients
 from .report import Fallback
-from .units import unit_of_tensor
+from .torch_internals import saved_by_checkpoint
+from .units import missing_private_names, unit_of_tensor
 
 try:
     from torch.distributed.pipelining._backward import (
@@ -35,19 +37,39 @@ try:
         get_param_groups,
         stage_backward,
         stage_backward_input,
-        stage_backward_weight,
     )
     from torch.distributed.pipelining.schedules import (
         PipelineScheduleMulti,
         PipelineScheduleSingle,
     )
+    from torch.distributed.pipelining.stage import PipelineStage, _PipelineStageBase
 except ImportError as error:
     raise ImportError(
         f"fsdp_fx supports torch 2.11 to 2.14; torch {torch.__version__} lacks a name that "
         f"fsdp_fx.pipelining needs: {error}"
     ) from error
 
-__all__ = ["StageShell", "bind"]
+__all__ = ["PRIVATE_NAMES", "StageShell", "bind"]
+
+# What of schedules and stages is read or replaced. A tuple holds alternatives: what infers
+# the shapes is another method on torch 2.11.
+PRIVATE_NAMES: dict[type, tuple[str | tuple[str, str], ...]] = {
+    PipelineScheduleSingle: ("_stage", "eval"),
+    PipelineScheduleMulti: ("_stages", "eval"),
+    _PipelineStageBase: (
+        "stage_index",
+        "submod",
+        "backward_maybe_with_nosync",
+        "scale_grads",
+    ),
+    PipelineStage: (("_compute_outputs", "_shape_inference"),),
+}
+
+if _missing := missing_private_names(PRIVATE_NAMES):
+    raise ImportError(
+        f"fsdp_fx supports torch 2.11 to 2.14; torch {torch.__version__} lacks "
+        f"{', '.join(_missing)}"
+    )
 
 
 class StageShell(nn.Module):
@@ -55,7 +77,8 @@ class StageShell(nn.Module):
 
     The chunk is not registered as a submodule: a schedule that walks the modules
     finds no ``FSDPModule`` to gather, reshard or clear the gradients of. Parameters
-    are the chunk's, so that gradients are scaled.
+    are the chunk's, so that gradients are scaled; buffers too, so that torch 2.14 restores
+    them after it has inferred shapes.
 
     Args:
         chunk: the stage's module, compiled or not.
@@ -79,6 +102,12 @@ class StageShell(nn.Module):
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """The chunk's."""
         return self.chunk.named_parameters(prefix, recurse, remove_duplicate)
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """The chunk's."""
+        return self.chunk.named_buffers(prefix, recurse, remove_duplicate)
 
     def train(self, mode: bool = True) -> StageShell:
         """Also sets the chunk's mode, which the schedule sees no other way to."""
@@ -130,6 +159,20 @@ def bind(schedule: PipelineScheduleSingle | PipelineScheduleMulti, context: FSDP
     for stage, chunk in zip(stages, names, strict=True):
         _bind_stage(stage, chunk, context)
     schedule.eval = _as_evaluation(schedule.eval, context)  # type: ignore[method-assign]
+    bound = weakref.ref(schedule)
+    context.when_released(lambda: _unbind(bound()))
+
+
+def _unbind(schedule: Any) -> None:
+    """Undo :func:`bind`: take away what stands in front of the methods of the classes."""
+    if schedule is None:
+        return
+    schedule.__dict__.pop("eval", None)
+    stages = schedule._stages if hasattr(schedule, "_stages") else [schedule._stage]
+    for stage in stages:
+        stage.submod = stage.submod.chunk
+        for name in ("backward_maybe_with_nosync", "scale_grads", "_compute_outputs"):
+            stage.__dict__.pop(name, None)
 
 
 def _bind_stage(stage: Any, chunk: str, context: FSDPContext) -> None:
@@ -235,11 +278,20 @@ class _WeightHalf:
 
     @staticmethod
     def _piece(group: dict[str, Any]) -> WeightGradients:
-        weights = [node.variable for node in group["params"]]
+        weights = [leaf.variable for leaf in group["params"]]
+        (node,) = group["intermediates"]  # of several, _why_whole() lets no group pass
+        (arrived,) = group.get("grads", ((),))
+        group.clear()  # nothing else may keep what has arrived
         units = {unit_of_tensor(weight) for weight in weights}
 
         def compute() -> None:
-            stage_backward_weight(iter(weights), [group])
+            outputs = [index for index, each in enumerate(arrived) if each is not None]
+            if outputs:  # else nothing has come so far
+                torch.autograd.backward(
+                    [GradientEdge(node, index) for index in outputs],
+                    [arrived[index] for index in outputs],
+                    inputs=weights,
+                )
 
         return WeightGradients(frozenset(unit for unit in units if unit is not None), compute)
 
@@ -255,16 +307,25 @@ def _why_whole(
     outputs: Sequence[torch.Tensor], inputs: Sequence[Any], weights: Sequence[torch.Tensor]
 ) -> str | None:
     """Why the backward of ``outputs`` cannot be split; None if it can."""
+    if any(output.requires_grad and output._is_view() for output in outputs):
+        return "an output is a view, which torch cannot cut off from its graph"
     roots = [output.grad_fn for output in outputs if output.grad_fn is not None]
     edges = construct_reverse_graph(roots)
-    for node in (*roots, *edges):
+    for node in itertools.chain(roots, edges):
         reason = _INDIVISIBLE.get(node.name())
         if reason is not None:
             return reason
-    groups = get_param_groups(_nodes(inputs), _nodes(weights), edges)
+        if saved_by_checkpoint(node):
+            return "a checkpoint would run again for the gradients of every weight"
+    nodes = _nodes(weights)
+    used = [node for node in nodes if node in edges]  # a defaultdict, which reading adds to
+    groups = get_param_groups(_nodes(inputs), nodes, edges)
     if any(len(group["intermediates"]) > 1 for group in groups):
         # Between the two places everything would run again, in the weight half.
         return "a weight is used in two places"
+    found = set().union(*(group["params"] for group in groups))
+    if any(node not in found for node in used):
+        return "the gradient of a weight does not come by way of an input"
     return None
 
 

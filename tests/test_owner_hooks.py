@@ -526,6 +526,28 @@ def test_unit_is_reduced_after_its_delayed_weight_gradients(ranks: RankPools) ->
     ranks(2).run(_reduced_after)
 
 
+def _evaluated() -> None:
+    twin = WholeLayers()
+    x = torch.randn(3, DIM, requires_grad=True)
+    for _ in range(2):
+        twin.run("F0")
+        with twin.context.evaluation():  # as a pipeline's shape inference does
+            (gradient,) = torch.autograd.grad(twin.chunks[0](x).sum(), x)
+        assert gradient.abs().sum() > 0
+        for layer in twin.chunks[0]:
+            layer.experts.linear.pending.pop()
+        twin.run("B0")
+        for layer in reversed(twin.chunks[0]):
+            with twin.context.weight_gradients(layer):
+                layer.experts.linear.backward_weight()
+        twin.context.finish_grad_sync()
+        twin.check()
+
+
+def test_backward_of_an_evaluation_delays_nothing(ranks: RankPools) -> None:
+    ranks(2).run(_evaluated)
+
+
 def enter(context: FSDPContext, layer: nn.Module) -> None:
     with context.weight_gradients(layer):
         pass

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Iterator
+import importlib.util
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,251 +16,77 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.pipelining import (
-    PipelineStage,
-    Schedule1F1B,
-    ScheduleDualPipeV,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-    ScheduleLoopedBFS,
-    ScheduleZBVZeroBubble,
-)
-from torch.distributed.pipelining.schedules import BACKWARD_INPUT
-from torch.torch_version import TorchVersion
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
+from torch.distributed.pipelining.stage import _PipelineStageBase
 
 import fsdp_fx
-from fsdp_fx.compile.backend import fsdp_fx as backend
-from fsdp_fx.pipelining import StageShell, bind
+from fsdp_fx import pipelining
+from fsdp_fx.pipelining import PRIVATE_NAMES, StageShell, bind
+from fsdp_fx.units import missing_private_names
+from pipeline_jobs import (
+    DIM,
+    MICROBATCHES,
+    SCHEDULES,
+    SPLIT_BACKWARD,
+    Chunk,
+    Job,
+    shard,
+)
 from ranks import RankPools
 
-DIM = 8
-BLOCKS = 8
-MICROBATCHES = 4
-ROWS = 2  # of one microbatch of one FSDP rank
-LEARNING_RATE = 0.05
-
-ONE_STAGE = (ScheduleGPipe, Schedule1F1B)
-TWO_STAGES = (ScheduleInterleaved1F1B, ScheduleLoopedBFS)
-V_SHAPED = (ScheduleZBVZeroBubble, ScheduleDualPipeV)
-SPLIT_BACKWARD = (ScheduleInterleavedZeroBubble, *V_SHAPED)
-SENDS_TO_ITSELF = pytest.mark.skipif(
-    TorchVersion(torch.__version__) < "2.13",
-    reason="this torch has a rank with two stages in a row send to itself, which gloo refuses",
-)
+EVERYTHING = 1 << 30  # bytes
+PAGE = Path(__file__).parent.parent / "docs" / "pipelining.md"
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(DIM, 2 * DIM)
-        self.down = nn.Linear(2 * DIM, DIM)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.relu(self.up(x)))
-
-
-class Chunk(nn.Module):
-    """Some blocks, and a norm that is the chunk's own unit."""
-
-    def __init__(self, blocks: int) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
-        self.norm = nn.LayerNorm(DIM)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return self.norm(x)
-
-
-@functools.cache  # the threads of process groups last as long as the rank, and do not sleep
-def _mesh() -> DeviceMesh:
+@functools.cache
+def pp_dp_mesh() -> DeviceMesh:
     return init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
 
 
-class Job:
-    """One rank of PP 2 × FSDP 2, and the reference that it is compared with.
-
-    Args:
-        schedule: class of the schedule.
-        scale_grads: whether the schedule divides gradients by the microbatches.
-        compiled: whether the chunks are compiled, without Inductor.
-        context: options of the context.
-    """
-
-    def __init__(
-        self, schedule: Any, scale_grads: bool = True, compiled: bool = False, **context: Any
-    ) -> None:
-        self.compiled = compiled
-        mesh = _mesh()
-        self.pp, self.dp = mesh.get_local_rank("pp"), mesh.get_local_rank("dp")
-        per_rank = 1 if schedule in ONE_STAGE else 2
-        stages = 2 * per_rank
-        torch.manual_seed(0)
-        self.reference = [Chunk(BLOCKS // stages) for _ in range(stages)]
-        self.owned = [self.pp + 2 * i for i in range(per_rank)]
-        if schedule in V_SHAPED:
-            self.owned = [self.pp, stages - 1 - self.pp]
-        self.has_last = stages - 1 in self.owned
-        self.chunks = [copy.deepcopy(self.reference[index]) for index in self.owned]
-        for chunk in self.chunks:
-            shard(chunk, mesh["dp"])
-        self.context = fsdp_fx.FSDPContext(mode="recorded", **context)
-        self.context.adopt(*self.chunks)
-        modules: list[Any] = list(self.chunks)
-        compiler: dict[str, Any] = {"backend": backend, "options": {"region_compiler": "eager"}}
-        if compiled and schedule in SPLIT_BACKWARD:
-            for chunk in self.chunks:
-                chunk.compile(**compiler)  # torch refuses what torch.compile() returns
-        elif compiled:
-            modules = [torch.compile(chunk, **compiler) for chunk in self.chunks]
-        pipeline_stages = [
-            PipelineStage(
-                module,
-                index,
-                stages,
-                torch.device("cpu"),
-                group=mesh.get_group("pp"),
-            )
-            for module, index in zip(modules, self.owned, strict=True)
-        ]
-        self.schedule = schedule(
-            pipeline_stages[0] if per_rank == 1 else pipeline_stages,
-            n_microbatches=MICROBATCHES,
-            loss_fn=F.mse_loss,
-            scale_grads=scale_grads,
-        )
-        self.scale = 1 / (MICROBATCHES if scale_grads else 1)
-        bind(self.schedule, self.context)
-        self.parameters = [p for chunk in self.chunks for p in chunk.parameters()]
-        self.optimizer = torch.optim.SGD(self.parameters, LEARNING_RATE, momentum=0.9)
-        self.reference_optimizer = torch.optim.SGD(
-            [p for chunk in self.reference for p in chunk.parameters()], LEARNING_RATE, momentum=0.9
-        )
-
-    @property
-    def input_halves(self) -> int:
-        """How many backward events of a step are those of input halves."""
-        if self.compiled or not hasattr(self.schedule, "pipeline_order_with_comms"):
-            return 0
-        units = {
-            stage: len(chunk.blocks) + 1
-            for stage, chunk in zip(self.owned, self.chunks, strict=True)
-        }
-        return sum(
-            units[action.stage_index]
-            for action in self.schedule.pipeline_order_with_comms[self.pp]
-            if action.computation_type == BACKWARD_INPUT and action.stage_index > 0
-        )
-
-    def data(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Inputs and targets of every FSDP rank."""
-        generator = torch.Generator().manual_seed(100 + step)
-        inputs, targets = torch.randn(2, 2, MICROBATCHES * ROWS, DIM, generator=generator)
-        return inputs, targets
-
-    def run(self, step: int) -> torch.Tensor | None:
-        """A step of the schedule; the mean loss on the ranks that have the last stage."""
-        inputs, targets = self.data(step)
-        losses: list[torch.Tensor] = []
-        first = (inputs[self.dp],) if self.pp == 0 else ()
-        last = {"target": targets[self.dp], "losses": losses} if self.has_last else {}
-        self.schedule.step(*first, **last)
-        return torch.stack(losses).mean().detach() if losses else None
-
-    def run_reference(self, step: int) -> torch.Tensor:
-        """The same step unsharded and unpipelined; the mean loss of this rank's rows."""
-        inputs, targets = self.data(step)
-        own = torch.zeros(())
-        for rank in range(2):
-            for x, target in zip(
-                inputs[rank].chunk(MICROBATCHES), targets[rank].chunk(MICROBATCHES), strict=True
-            ):
-                for chunk in self.reference:
-                    x = chunk(x)
-                loss = F.mse_loss(x, target)
-                (loss * self.scale / 2).backward()
-                if rank == self.dp:
-                    own += loss.detach() / MICROBATCHES
-        return own
-
-    def pairs(self) -> Iterator[tuple[Any, nn.Parameter]]:
-        """Each parameter of this rank with the reference's."""
-        for chunk, index in zip(self.chunks, self.owned, strict=True):
-            yield from zip(chunk.parameters(), self.reference[index].parameters(), strict=True)
-
-    def check_gradients(self) -> None:
-        for parameter, reference in self.pairs():
-            torch.testing.assert_close(parameter.grad.full_tensor(), reference.grad)
-
-    def check_weights(self) -> None:
-        for parameter, reference in self.pairs():
-            torch.testing.assert_close(parameter.full_tensor(), reference.detach())
-
-    def update(self) -> None:
-        for optimizer in (self.optimizer, self.reference_optimizer):
-            optimizer.step()
-            optimizer.zero_grad()
-
-
-def shard(chunk: Chunk, mesh: DeviceMesh) -> None:
-    for block in chunk.blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(chunk, mesh=mesh)
-
-
-def _train(schedule: Any, compiled: bool) -> dict[str, list[int]]:
-    job = Job(schedule, compiled=compiled)
-    counters: dict[str, list[int]] = {"gathers": [], "on_demand_gathers": [], "reductions": []}
-    for step in range(3):
-        before = copy.copy(job.context.stats)
-        loss = job.run(step)
-        job.context.finish_grad_sync()
-        job.context.finish_grad_sync()  # once per chunk, as some trainers do
-        expected = job.run_reference(step)
-        if loss is not None:
-            torch.testing.assert_close(loss, expected)
-        job.check_gradients()
-        job.update()
-        job.check_weights()
-        for name, values in counters.items():
-            values.append(getattr(job.context.stats, name) - getattr(before, name))
-    stats, trace = job.context.stats, job.context.trace
+def _train(schedule: Any, compiled: bool) -> None:
+    """Trains without a budget, and with one for everything."""
+    job = Job(schedule, compiled=compiled, memory_budget=0)
+    units, stats = len(job.context.units), job.context.stats
+    recorded, *replayed = [job.counted(step) for step in range(3)]
+    assert recorded["on_demand_gathers"] == recorded["gathers"] > 1
+    for counted in replayed:
+        job.check_counts(counted)
+        # Only the window's first gather is on demand; phase and chunk changes are prefetched.
+        assert counted["on_demand_gathers"] == 1
+        # One unit per block and the norm of each chunk, every one reduced per backward.
+        assert counted["reductions"] == MICROBATCHES * units
+    job.context.finish_grad_sync()  # once per chunk, as some trainers do
     assert (stats.windows, stats.recorded_windows, stats.replayed_windows) == (3, 1, 2)
-    assert stats.divergences == stats.dropped_gathers == stats.resident_bytes == 0
+    trace = job.context.trace
     assert trace is not None
-    assert len(trace) == 2 * MICROBATCHES * len(job.context.units) + job.input_halves
-    # One unit per block and the norm of each chunk, every one reduced per backward.
-    assert counters["reductions"] == [MICROBATCHES * len(job.context.units)] * 3
+    assert len(trace) == 2 * MICROBATCHES * units + job.input_halves
+    _check_fallbacks(job, schedule)
+
+    kept = Job(schedule, compiled=compiled, memory_budget=EVERYTHING, reduce_gradients="planned")
+    kept.check_step(0)
+    counted = kept.counted(1)
+    kept.check_counts(counted)
+    assert counted["gathers"] == counted["reductions"] == units
+    assert kept.context.trace == trace
+    _check_fallbacks(kept, schedule)
+
+
+def _check_fallbacks(job: Job, schedule: Any) -> None:
     whole = [str(fallback) for fallback in job.context.fallbacks]
-    if schedule in SPLIT_BACKWARD and compiled:
+    if schedule in SPLIT_BACKWARD and job.compiled:
         # The first stage has no inputs to differentiate: torch runs it whole, too.
         assert len(whole) == sum(stage > 0 for stage in job.owned)
         assert all("the whole backward runs in its input half" in each for each in whole)
     else:
         assert not whole
-    return counters
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize(
-    "schedule",
-    [
-        *ONE_STAGE,
-        *TWO_STAGES,
-        ScheduleInterleavedZeroBubble,
-        *(pytest.param(each, marks=SENDS_TO_ITSELF) for each in V_SHAPED),
-    ],
-)
-def test_gradients_weights_and_losses_equal_the_reference(
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_gradients_weights_and_losses_equal_the_reference_with_any_budget(
     ranks: RankPools, schedule: Any, compiled: bool
 ) -> None:
-    for counters in ranks(4).run(_train, schedule, compiled):
-        recorded, *replayed = counters["on_demand_gathers"]
-        assert recorded > 1
-        # Only the window's first gather is on demand; phase and chunk changes are prefetched.
-        assert replayed == [1, 1]
+    ranks(4).run(_train, schedule, compiled)
 
 
 def _keep_earlier_gradients(compiled: bool) -> None:
@@ -312,6 +140,65 @@ def _evaluate_between_windows(compiled: bool) -> None:
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_evaluation_of_the_schedule_is_no_window(ranks: RankPools, compiled: bool) -> None:
     ranks(4).run(_evaluate_between_windows, compiled)
+
+
+# The page
+
+
+def _release(schedule: Any) -> None:
+    job = Job(schedule)
+    for step in range(4):
+        job.run(step)
+        job.context.finish_grad_sync()
+        job.run_reference(step)
+        job.check_gradients()
+        job.update()
+        job.check_weights()
+        if step == 1:
+            job.context.release()  # from here on torch gathers, frees and reduces
+    assert job.context.stats.windows == 2
+
+
+@pytest.mark.parametrize("schedule", [Schedule1F1B, ScheduleInterleaved1F1B])
+def test_a_schedule_of_a_released_context_is_torchs_own_again(
+    ranks: RankPools, schedule: Any
+) -> None:
+    ranks(4).run(_release, schedule)
+
+
+def _run_the_page(side: str) -> list[torch.Tensor]:
+    """The weights that one side of the diff in docs/pipelining.md ends with."""
+    (diff,) = re.findall(r"^```diff\n(.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    lines = [line[1:] for line in diff.splitlines() if line[0] in (" ", side)]
+    mesh = pp_dp_mesh()
+    torch.manual_seed(0)
+    chunks = [Chunk(2) for _ in range(4)]
+    names: dict[str, Any] = {
+        "mesh": mesh,
+        "indices": (indices := [mesh["pp"].get_local_rank() + 2 * i for i in range(2)]),
+        "chunks": [chunks[index] for index in indices],
+        "num_stages": 4,
+        "device": torch.device("cpu"),
+        "loss_fn": F.mse_loss,
+        "batches": [torch.randn(2, 2 * MICROBATCHES, DIM) for _ in range(3)],
+        "torch": torch,
+        "fully_shard": fully_shard,
+        "PipelineStage": PipelineStage,
+        "ScheduleInterleaved1F1B": ScheduleInterleaved1F1B,
+    }
+    exec(compile("\n".join(lines), str(PAGE), "exec"), names)
+    if side == "+":
+        assert names["ctx"].stats.replayed_windows == 2
+    return [p.full_tensor() for chunk in names["chunks"] for p in chunk.parameters()]
+
+
+def _run_both_sides() -> None:
+    for plain, bound in zip(_run_the_page("-"), _run_the_page("+"), strict=True):
+        torch.testing.assert_close(bound, plain)
+
+
+def test_both_sides_of_the_diff_on_the_page_train_to_the_same_weights(ranks: RankPools) -> None:
+    ranks(4).run(_run_both_sides)
 
 
 # Refusals: no rank computes anything, so a group of one process will do.
@@ -396,3 +283,46 @@ def test_a_shell_shows_the_parameters_but_not_the_modules() -> None:
     assert not chunk.training
     x = torch.randn(3, DIM)
     torch.testing.assert_close(shell(x), chunk(x))
+
+
+def test_a_shell_shows_the_buffers_that_torch_restores_after_shape_inference() -> None:
+    chunk = nn.Sequential(nn.BatchNorm1d(DIM))
+    shell = StageShell(chunk)
+    assert [name for name, _ in shell.named_buffers()] == [
+        name for name, _ in chunk.named_buffers()
+    ]
+    assert list(shell.buffers()) == list(chunk.buffers())
+
+
+# torch's private names, one test for each
+
+NAMES = [
+    pytest.param(owner, name, id=f"{owner.__name__}.{name if isinstance(name, str) else name[0]}")
+    for owner, attributes in PRIVATE_NAMES.items()
+    for name in attributes
+]
+
+
+@of_four
+@pytest.mark.parametrize(("owner", "name"), NAMES)
+def test_torch_has_the_private_name(
+    owner: type, name: str | tuple[str, str], schedule: ScheduleInterleaved1F1B, mesh: DeviceMesh
+) -> None:
+    assert missing_private_names({owner: (name,)}) == []
+    stage = PipelineStage(Chunk(1), 0, 2, torch.device("cpu"), group=mesh.get_group("pp"))
+    instances: list[object] = [schedule, Schedule1F1B(stage, MICROBATCHES, F.mse_loss), stage]
+    instance = next(each for each in instances if isinstance(each, owner))
+    choices = (name,) if isinstance(name, str) else name
+    assert any(hasattr(instance, choice) for choice in choices)
+
+
+def test_a_torch_without_a_private_name_is_named_at_import(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert pipelining.__file__ is not None
+    # A module of its own: the one that is imported stays what it is.
+    spec = importlib.util.spec_from_file_location("fsdp_fx.pipelining_anew", pipelining.__file__)
+    assert spec is not None
+    assert spec.loader is not None
+    spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    monkeypatch.delattr(_PipelineStageBase, "scale_grads")
+    with pytest.raises(ImportError, match=r"torch \S+ lacks _PipelineStageBase\.scale_grads$"):
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))

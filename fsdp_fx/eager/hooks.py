@@ -512,7 +512,7 @@ class ModuleHooks:
         if backward.call.window == window.number or not backward.call.training:
             for unit in exposed:
                 unit.conceal()
-        if self.delays_weight_gradients:
+        if self.delays_weight_gradients and backward.call.training:
             window.delay(self.units, backward.call, uses)
             return
         for use in uses:

@@ -158,7 +158,7 @@ class _Round:
         if self._running or self._awaited:
             return
         uses, self.backward_uses = [use for use in self.backward_uses if use.open], []
-        if owner.own.delays_weight_gradients:
+        if owner.own.delays_weight_gradients and self.call.training:
             window.delay(owner.units, self.call, uses)
             return
         for use in uses:
