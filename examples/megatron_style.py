@@ -333,7 +333,7 @@ def main() -> int:
     parser.add_argument(
         "--reduce-gradients",
         choices=("per_backward", "per_window", "planned"),
-        default="per_backward",
+        default="per_window",
     )
     arguments = parser.parse_args()
     if arguments.plain and arguments.compile:

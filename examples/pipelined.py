@@ -68,7 +68,7 @@ def train(arguments: argparse.Namespace, device: torch.device) -> bool:
 
     # (1) One context for all chunks of this rank. Adopt before compiling.
     if not arguments.plain:
-        ctx = fsdp_fx.FSDPContext(mode="recorded")
+        ctx = fsdp_fx.FSDPContext(mode="recorded", reduce_gradients="per_window")
         ctx.adopt(*chunks)
     if arguments.compile:
         # (2) Gathers, frees and reductions move into the compiled graphs. In place: some

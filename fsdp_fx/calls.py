@@ -6,13 +6,16 @@ end. What a beginning or an end does is :mod:`fsdp_fx.window`'s business.
 
 from __future__ import annotations
 
+import sys
+import threading
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Protocol
 
 from .trace import Phase
 from .units import Unit
 
-__all__ = ["Backward", "DelayedUses", "ForwardCall", "Use"]
+__all__ = ["Backward", "DelayedUses", "ForwardCall", "MethodCall", "MethodForward", "Use"]
 
 
 @dataclass(eq=False, slots=True)
@@ -103,6 +106,38 @@ class DelayedUses:
     units: tuple[Unit, ...]
     call: ForwardCall
     uses: tuple[Use, ...]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class MethodCall:
+    """A call of a method that is a forward: no hook hears of it when an exception ends it.
+
+    Attributes:
+        frame: where it runs.
+        thread: the thread that runs it.
+    """
+
+    frame: FrameType
+    thread: int = field(default_factory=threading.get_ident)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has returned, or an exception has ended it."""
+        frame = sys._current_frames().get(self.thread)
+        while frame is not None and frame is not self.frame:
+            frame = frame.f_back
+        return frame is None
+
+
+class MethodForward(Protocol):
+    """The forward of a module by a method."""
+
+    @property
+    def method(self) -> MethodCall | None:
+        """The call of the method."""
+
+    def abandon(self) -> None:
+        """An exception has ended it: undo what it began."""
 
 
 class Backward(Protocol):

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import fx, nn
 
 from .agreement import agreements_of
+from .calls import ForwardCall
 from .eager.casts import install_casts, remove_casts
 from .eager.fsdp_methods import restore_methods, shadow_methods
 from .eager.hooks import ModuleHooks
@@ -157,6 +158,7 @@ class FSDPContext:
         self._window.meters_memory = memory_budget == "auto"
         self._window.on_open = self._weak(FSDPContext._begin_window)
         self._window.on_pass_end = self._weak(FSDPContext._pass_ended)
+        self._window.on_unscheduled = self._weak(FSDPContext._trained_unscheduled)
         self._report = Report()
         self._guard: weakref.finalize[[], FSDPContext] | None = None
         self._units: dict[str, Unit] = {}
@@ -238,7 +240,7 @@ class FSDPContext:
 
     def _require_adoptable(self, module: nn.Module, before: list[nn.Module]) -> None:
         if not isinstance(module, nn.Module):
-            raise TypeError(f"adopt() takes modules, not {type(module).__name__}")
+            raise TypeError(f"adopt() takes modules, not {type(module).__name__}: adopt(*chunks)")
         name = type(module).__name__
         if next(find_sharded_modules(module), None) is None:
             raise ValueError(
@@ -361,12 +363,18 @@ class FSDPContext:
         modules need another context.
 
         Raises:
-            RuntimeError: a window is open; or plain FSDP2 could not go on with a module.
+            RuntimeError: a window is open, or a forward or backward is running; or plain
+                FSDP2 could not go on with a module.
         """
         if self._window.is_open:
             raise RuntimeError(
                 f"release() in the middle of window {self._window.number}: close it with "
                 "finish_grad_sync(), or discard it with abort()"
+            )
+        if self._window.is_running:
+            raise RuntimeError(
+                "release() inside of a forward or backward of an evaluation: call it when that is "
+                "over; if an exception has crossed it, after abort()"
             )
         chunks = [chunk for chunk in (ref() for ref in self._chunks.values()) if chunk is not None]
         for chunk in chunks:
@@ -374,7 +382,10 @@ class FSDPContext:
         self._released = True
         for undo in self._on_release:
             undo()
+        for owner in self._owners:
+            owner.end_evaluations()
         self._window.close()  # the current stream waits for reductions, if any are under way
+        self._window.released = True
         alive = [unit for unit in self.units if unit.is_alive]
         self._window.residency.free_idle(alive)  # frozen units that stayed
         removable: list[ModuleHooks | OwnerHooks | TieHooks] = [
@@ -675,6 +686,16 @@ class FSDPContext:
                 window.put_off_close()
             else:
                 self._close(every_forward=False)
+
+    def _trained_unscheduled(self, call: ForwardCall) -> None:
+        self._report.fall_back(
+            Fallback(
+                f"chunk {call.chunk}",
+                "it trains with gathers on demand, a reduction after each backward, and no window",
+                "its forward was an evaluation: call train() on the chunk, whatever is in eval mode "
+                "inside of it, and run what trains outside of evaluation()",
+            )
+        )
 
     def _begin_window(self) -> None:
         self._report.window_opened()

@@ -214,7 +214,10 @@ class Report:
         if not chunks:
             lines.append("no chunk is adopted: call adopt() before the first forward")
         elif stats.gathers and not stats.windows:
-            lines.append("no window was closed: call finish_grad_sync() before the optimizer step")
+            lines.append(
+                "no window was closed: nothing has trained in train mode, or finish_grad_sync() was "
+                "not called before the optimizer step"
+            )
         compiled = {key.chunk for key in self.graphs}
         for chunk in chunks:
             if chunk not in compiled:

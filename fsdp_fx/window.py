@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple, ParamSpec
 
 from .agreement import Agreements, RanksDisagreeError
-from .calls import Backward, DelayedUses, ForwardCall, Use
+from .calls import Backward, DelayedUses, ForwardCall, MethodCall, MethodForward, Use
 from .library import BoundProgram, Key, ProgramLibrary
 from .metering import Meter, Metered
 from .recording import Recording
@@ -69,8 +69,12 @@ class Window:
         on_open: called before the first event of each window.
         on_pass_end: called when an outermost autograd pass has ended, and later where a close
             was put off by then.
+        on_unscheduled: called when the backward of an evaluation adds to gradients.
         closes_itself: whether windows are closed at the end of an autograd pass; for
             messages.
+        released: whether the modules are plain FSDP2's again.
+        method: the call of a method that the forward which begins now is of, if any.
+        by_method: the forwards by a method that are running, innermost last.
         input_half_of: the backwards that have begun in an input half that is running;
             None outside of one.
         in_weight_half: whether the gradients that are computed are those of weights alone.
@@ -96,13 +100,17 @@ class Window:
         self.agreements = Agreements()
         self.on_open: Callable[[], None] | None = None
         self.on_pass_end: Callable[[], None] | None = None
+        self.on_unscheduled: Callable[[ForwardCall], None] | None = None
         self.closes_itself = False
+        self.released = False
         self._begin()
 
     def _begin(self) -> None:
         self.cursor = 0
         self.following: BoundProgram | None = None
         self.current: list[ForwardCall] = []
+        self.method: MethodCall | None = None
+        self.by_method: list[MethodForward] = []
         self.backward_call: ForwardCall | None = None
         self.failure: str | None = None
         self._overdue = False
@@ -145,6 +153,12 @@ class Window:
         return self._opened
 
     @property
+    def is_running(self) -> bool:
+        """Whether a forward or an autograd pass is under way, an evaluation's too."""
+        self.abandon_methods()
+        return bool(self.current or self._passes)
+
+    @property
     def recording(self) -> bool:
         """Whether events are being written down: no program is followed."""
         return self._opened and self.following is None
@@ -167,6 +181,7 @@ class Window:
             IncompleteWindowError: an exception has crossed the window.
         """
         self.close_if_overdue()
+        self.abandon_methods()
         self._refuse_capture(f"the forward of chunk {chunk}")
         training = training and not self._evaluating
         microbatch = -1
@@ -192,6 +207,12 @@ class Window:
                 self.communication.wait_for_compute()
         self.current.append(call)
         return call
+
+    def abandon_methods(self) -> None:
+        """End the forwards by methods that an exception has ended, without any hook's notice."""
+        for forward in reversed(self.by_method):
+            if forward.method is not None and forward.method.is_over:
+                forward.abandon()
 
     def _refuse_capture(self, what: str) -> None:
         # Replayed, a CUDA graph would repeat kernels, but no cursor, no count of uses, and
@@ -446,6 +467,8 @@ class Window:
         if not accumulates:
             return False
         call.accumulated = True
+        if not call.training and self.on_unscheduled is not None:
+            self.on_unscheduled(call)
         outstanding = call.outstanding
         if counted:
             outstanding[unit] = outstanding.get(unit, 0) - 1
@@ -570,9 +593,14 @@ class Window:
         """A backward through ``call`` reaches one of its units or outputs.
 
         Raises:
-            RuntimeError: ``call`` belongs to a window that is closed or aborted, or a CUDA
-                graph is being captured.
+            RuntimeError: ``call`` belongs to a window that is closed or aborted, or to modules
+                that were released, or a CUDA graph is being captured.
         """
+        if self.released:
+            raise RuntimeError(
+                f"backward through {call}, a forward from before release(): plain FSDP2 knows "
+                "nothing of it; run every backward before release(), or the forward again"
+            )
         if call.training and call.window != self.number:
             remedy = (
                 "a window ends with the first backward in registration mode, "
@@ -766,6 +794,7 @@ class Window:
             RanksDisagreeError: another rank's window was another. It stays open, to be
                 discarded with :meth:`abort`.
         """
+        self.abandon_methods()
         if not self._opened:
             self._forget_deleted()
             self._finish_reductions()
@@ -803,6 +832,15 @@ class Window:
         self.number += 1
         self._begin()
         return closed
+
+    def awaits_backward(self) -> ForwardCall | None:
+        """A call of this window that a backward is still to come of, if any.
+
+        Where none has come at all: the first call, whether or not it can be differentiated.
+        """
+        waiting = (call for call in self._calls if call.needs_backward and not call.has_backward)
+        alone = self._calls if not any(call.has_backward for call in self._calls) else ()
+        return next(iter((*waiting, *alone)), None)
 
     def inputs_only(self) -> ForwardCall | None:
         """A call of this window whose inputs alone were differentiated so far, if any."""

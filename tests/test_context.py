@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from fsdp_fx import FSDPContext
@@ -92,7 +92,7 @@ def test_adopting_nothing_is_refused() -> None:
 @pytest.mark.parametrize("thing", [None, [Chunk()], torch.ones(1), Chunk], ids=str)
 def test_adopting_what_is_not_a_module_is_refused(thing: Any) -> None:
     message = refusal(TypeError, lambda: FSDPContext().adopt(thing))
-    assert message == f"adopt() takes modules, not {type(thing).__name__}"
+    assert message == f"adopt() takes modules, not {type(thing).__name__}: adopt(*chunks)"
 
 
 def test_adopting_a_module_without_units_is_refused() -> None:
@@ -181,7 +181,7 @@ def test_adopting_in_the_middle_of_a_plain_fsdp2_forward_is_refused() -> None:
 
 def test_refused_chunk_leaves_the_others_of_its_call_free() -> None:
     good, bad = shard(Chunk()), nn.Linear(4, 4)
-    fully_shard(bad, mesh=cpu_mesh(), offload_policy=CPUOffloadPolicy(pin_memory=False))
+    fully_shard(bad, mesh=cpu_mesh()).set_unshard_in_backward(False)
     context = FSDPContext(mode="recorded")
     refusal(ValueError, lambda: context.adopt(good, bad))
     assert not context.units

@@ -1,10 +1,11 @@
 """The documentation keeps up with the package.
 
-``docs/troubleshooting.md`` has an entry for every message that a user can meet. Messages are
-collected from the source: what is raised, warned of, noted as a fallback or said by the command
-line, with ``…`` in the place of what varies. Links between pages lead somewhere, and names of the
-package that pages mention exist. What pages show runs: the quickstart, both sides of each diff,
-the script that draws the picture.
+``docs/troubleshooting.md``, or ``docs/troubleshooting_tools.md`` for what training does not meet,
+has an entry for every message that a user can meet. Messages are collected from the source: what
+is raised, warned of, noted as a fallback or said by the command line, with ``…`` in the place of
+what varies. Links between pages lead somewhere, and names of the package that pages mention
+exist. What pages show runs: the quickstart, both sides of each diff, the script that draws the
+picture.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ from ranks import RankPools, run_script
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "fsdp_fx"
-TROUBLESHOOTING = ROOT / "docs" / "troubleshooting.md"
+TROUBLESHOOTING = [
+    ROOT / "docs" / name for name in ("troubleshooting.md", "troubleshooting_tools.md")
+]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 # Calls whose texts a user gets to see, besides what is raised.
@@ -233,7 +236,7 @@ def messages() -> tuple[Message, ...]:
 
 @dataclass(frozen=True)
 class Entry:
-    """An entry of the page: a message as it is written there.
+    """An entry of a page: a message as it is written there.
 
     Args:
         text: the text, with ``…`` for what varies or is left out.
@@ -250,11 +253,11 @@ class Entry:
 
 @functools.cache
 def entries() -> tuple[Entry, ...]:
-    """The entries of the page: lines that are bold code and nothing else."""
-    page = TROUBLESHOOTING.read_text(encoding="utf-8")
+    """The entries of the pages: lines that are bold code and nothing else."""
+    page = "\n".join(path.read_text(encoding="utf-8") for path in TROUBLESHOOTING)
     found = re.findall(r"^\*\*`(.+)`\*\*$", page, re.MULTILINE)
     twice = [text for text, times in Counter(found).items() if times > 1]
-    assert not twice, f"docs/troubleshooting.md has these entries twice: {twice}"
+    assert not twice, f"docs/troubleshooting*.md have these entries twice: {twice}"
     return tuple(map(Entry, found))
 
 
@@ -267,7 +270,7 @@ def test_every_message_has_an_entry_in_troubleshooting() -> None:
         and not any(entry.covers(message) for entry in entries())
     ]
     assert not missing, (
-        "docs/troubleshooting.md lacks entries. Under the heading that fits add these lines, and "
+        "docs/troubleshooting*.md lack entries. Under the heading that fits add these lines, and "
         "below what it means and what to do (… stands for anything, the end may be left out for "
         f"it after {ENOUGH_WORDS} words):\n\n"
         + "\n\n".join(f"**`{message.text}`**\n    from {message.where}" for message in missing)
@@ -277,7 +280,7 @@ def test_every_message_has_an_entry_in_troubleshooting() -> None:
 def test_every_entry_in_troubleshooting_is_of_a_message() -> None:
     stale = [entry.text for entry in entries() if not any(map(entry.covers, messages()))]
     assert not stale, (
-        "docs/troubleshooting.md has entries of messages that fsdp_fx does not have (any more). "
+        "docs/troubleshooting*.md have entries of messages that fsdp_fx does not have (any more). "
         "Remove them, or write them as the source does:\n\n" + "\n".join(stale)
     )
 
@@ -286,7 +289,7 @@ def test_the_messages_are_found() -> None:
     """One of each kind: what reads the source has not gone blind."""
     texts = {message.text for message in messages()}
     assert {
-        "adopt() takes modules, not …",  # raised
+        "adopt() takes modules, not …: adopt(*chunks)",  # raised
         "the backward of … is missing",  # assigned to a name, and put into what is raised
         "they have other units or options: …",  # returned by a method of another module
         "left its program and was recorded as a new one",  # noted as a fallback

@@ -84,7 +84,7 @@ def test_megatron_style(arguments: Sequence[str], tmp_path: Path) -> None:
         return
     # Two chunks of four microbatches, forward and backward. In the grouped order each unit of a
     # chunk is followed by another, but at the turn from forward to backward.
-    assert rows == [(40, 40, 20), (33, 1, 20)]
+    assert rows == [(40, 40, 5), (33, 1, 5)]
 
 
 def test_megatron_style_under_torchrun(tmp_path: Path) -> None:

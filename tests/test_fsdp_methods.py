@@ -16,6 +16,7 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
+from torch.utils.checkpoint import checkpoint
 
 from fsdp_fx import FSDPContext
 from models import DIM, Chunk, cpu_mesh, linears, shard
@@ -324,8 +325,69 @@ def test_an_exception_in_a_registered_method_is_named_at_the_close(model: Any) -
     register_fsdp_forward_method(model, "fails")
     with pytest.raises(ValueError, match="odd"):
         model.fails(torch.ones(2, DIM))
-    with pytest.raises(RuntimeError, match=re.escape("did not return")):
+    with pytest.raises(RuntimeError, match=r"crossed a method of c0 in chunk c0, microbatch 0"):
         context.finish_grad_sync()
+    with pytest.raises(RuntimeError, match=re.escape("Discard it with abort()")):
+        model(torch.ones(2, DIM))
     context.abort()
     step(model, context)
     at_rest(context)
+
+
+def test_a_registered_method_that_fails_in_an_evaluation_leaves_nothing_behind(model: Any) -> None:
+    def fails(x: torch.Tensor) -> torch.Tensor:
+        model.blocks[0](x)
+        raise ValueError("odd")
+
+    model.fails = fails
+    context = FSDPContext(mode="recorded")
+    context.adopt(model)
+    register_fsdp_forward_method(model, "fails")
+    with torch.no_grad():
+        with pytest.raises(ValueError, match="odd"):
+            model.fails(torch.ones(2, DIM))
+        model(torch.ones(2, DIM))
+    at_rest(context)
+    step(model, context)
+    at_rest(context)
+
+
+class Checkpointed(Encoder):
+    """Its block's method runs again in the backward, and stops early."""
+
+    def encode(self, x: torch.Tensor, *, scale: float = 1.0) -> torch.Tensor:
+        x = self.first(x)
+        if x.requires_grad:
+            x.register_hook(self.reached)
+        return checkpoint(self.second.apply_to, torch.tanh(x), use_reentrant=False) * scale
+
+    def reached(self, gradient: torch.Tensor) -> None:
+        """The backward of the block is over."""
+
+
+@on_two_ranks(options=[{}, {"memory_budget": 10_000}, {"backward_prefetch": 0}])
+def test_a_registered_method_may_be_checkpointed(options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    plain: Any = Checkpointed()
+    scheduled: Any = copy.deepcopy(plain)
+    context = FSDPContext(mode="recorded", **options)
+    for model in (plain, scheduled):
+        for module in (model.first, model.second, model):
+            fully_shard(module, mesh=cpu_mesh())
+        register_fsdp_forward_method(model.second, "apply_to")
+    context.adopt(scheduled)
+    sizes = {unit.spec.name: unit.spec.bytes for unit in context.units}
+    resident: list[int] = []
+    scheduled.reached = lambda gradient: resident.append(context.stats.resident_bytes)
+    for seed in range(3):
+        torch.manual_seed(10 * seed + dist.get_rank())
+        for x in torch.randn(2, 3, DIM):
+            for model in (plain, scheduled):
+                model(x).square().sum().backward()
+        context.finish_grad_sync()
+        at_rest(context)
+        for one, other in zip(plain.parameters(), scheduled.parameters(), strict=True):
+            torch.testing.assert_close(other.grad, one.grad, rtol=0, atol=0)
+            one.grad = other.grad = None
+    if "backward_prefetch" in options:  # the block is freed after its own backward
+        assert set(resident) <= {0, sizes["c0.first"]}

@@ -162,3 +162,21 @@ def test_units_that_are_only_replicated_are_refused() -> None:
     replicate(model, mesh=cpu_mesh())
     with pytest.raises(ValueError, match="'root' is replicated and not sharded"):
         FSDPContext().adopt(model)
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_a_part_of_a_model_that_plain_fsdp2_has_run_as_a_whole_is_refused() -> None:
+    model: Any = nn.Sequential(linears(), nn.Linear(DIM, DIM))
+    for module in (model[0][0], model[0], model):
+        fully_shard(module, mesh=cpu_mesh())
+    model(torch.ones(2, DIM)).sum().backward()
+    context = FSDPContext(mode="recorded")
+    with pytest.raises(ValueError, match="is inside of FSDPSequential, which plain FSDP2 has run"):
+        context.adopt(model[0])
+    model(torch.ones(2, DIM)).sum().backward()  # nothing was changed
+    context.adopt(model)
+    model(torch.ones(2, DIM)).sum().backward()
+    context.finish_grad_sync()
+    at_rest(context)
+    context.release()
+    FSDPContext(mode="recorded").adopt(model)

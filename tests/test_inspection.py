@@ -107,8 +107,10 @@ class PassByPass(TestCase):
             PassOptions(memory_budget=0),
         )
         names = [result.name for result in results]
-        assert names == ["trace", "gathers", "reductions", "residency", "prefetch", "frees"]
-        residency = results[3].program.diff(results[2].program)
+        assert names == [
+            *("trace", "gathers", "reductions", "after_forward", "residency", "prefetch", "frees")
+        ]
+        residency = results[4].program.diff(results[3].program)
         self.assertExpectedInline(
             "\n".join(line for line in residency.splitlines() if line[0] in "+-"),
             """\

@@ -308,7 +308,8 @@ def refusing() -> None:
     chunk.set_requires_all_reduce(True)
     context.adopt(chunk)
     assert [unit.spec.replicas for unit in context.units] == [2]
-    chunk.set_requires_all_reduce(False)
+    chunk.set_requires_all_reduce(False)  # as a window does by itself
+    FSDPModule.set_requires_all_reduce(chunk, False)  # past what the adopted module says to it
     with pytest.raises(RuntimeError, match=r"unit c0: set_requires_all_reduce\(False\)"):
         run_actions([chunk], [("F", 0, 0), ("B", 0, 0)], make_data(0, 1), dist.get_rank())
 

@@ -77,12 +77,48 @@ def test_a_unit_that_returns_a_view_warns_once_of_changes_in_place() -> None:
     context.abort()
 
 
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.usefixtures("fake_group")
+def test_training_a_chunk_in_eval_mode_is_said_once(compiled: bool) -> None:
+    model, context, optimizer = _adopted()
+    if compiled:
+        model.compile(backend="fsdp_fx", options={"region_compiler": "eager"})
+    model.eval()
+    with torch.no_grad():
+        model(torch.ones(2, 4))
+    x = torch.ones(2, 4, requires_grad=True)
+    torch.autograd.grad(model(x).sum(), x)  # of inputs alone: no gradient of a parameter
+    assert not context.fallbacks
+    for _ in range(2):
+        model(torch.ones(2, 4)).sum().backward()
+        context.finish_grad_sync()
+        optimizer.step()
+    (fallback,) = context.fallbacks
+    assert fallback.where == "chunk c0"
+    assert "call train() on the chunk" in fallback.why
+    assert context.stats.windows == 0
+    model.train()
+    model(torch.ones(2, 4)).sum().backward()
+    context.finish_grad_sync()
+    assert context.stats.windows == 1
+    assert len(context.fallbacks) == 1
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_a_step_before_a_backward_names_the_forward() -> None:
+    model, context, optimizer = _adopted()
+    model(torch.ones(2, 4))
+    with pytest.raises(RuntimeError, match="the backward of chunk c0, microbatch 0 is missing"):
+        optimizer.step()
+    context.abort()
+
+
 @pytest.mark.usefixtures("fake_group")
 def test_explain_says_that_no_window_was_ever_closed() -> None:
     model, context, _ = _adopted()
     assert "no window was closed" not in context.explain()
     model(torch.ones(2, 4)).sum().backward()
-    assert "no window was closed: call finish_grad_sync()" in context.explain()
+    assert "no window was closed: nothing has trained in train mode" in context.explain()
     assert "no chunk is adopted" in fsdp_fx.FSDPContext().explain()
 
 

@@ -215,6 +215,54 @@ def test_an_open_window_is_not_released(model: Any) -> None:
     context.release()  # nothing is left to do
 
 
+def test_a_forward_or_backward_that_is_running_is_not_released(model: Any) -> None:
+    context = FSDPContext(mode="recorded")
+    context.adopt(model)
+    refused = []
+
+    def release(*_: Any) -> None:
+        with pytest.raises(RuntimeError, match=r"release\(\) inside of a forward or backward"):
+            context.release()
+        refused.append(True)
+
+    hook = model.blocks[1].up.register_forward_hook(release)
+    with torch.no_grad():
+        model(torch.ones(2, DIM))
+    hook.remove()
+    with context.evaluation():
+        output = model(torch.ones(2, DIM))
+        squares = output.square()
+    output.grad_fn.register_hook(release)
+    squares.sum().backward()
+    assert refused == [True, True]
+    context.release()
+    window(model, 0)
+
+
+def test_what_was_evaluated_before_is_not_differentiated_after(model: Any) -> None:
+    context = FSDPContext(mode="recorded")
+    context.adopt(model)
+    with context.evaluation():
+        loss = model(torch.ones(2, DIM)).sum()
+    context.release()
+    with pytest.raises(RuntimeError, match=r"an evaluation, a forward from before release\(\)"):
+        loss.backward()
+    window(model, 0)
+
+
+def test_an_evaluation_of_submodules_that_was_left_is_given_back(model: Any) -> None:
+    context = FSDPContext(mode="recorded")
+    context.adopt(model)
+    block = model.blocks[1]
+    context.hook_owner(block, [block.up, block.down])
+    with torch.no_grad():
+        block.up(torch.ones(2, DIM))
+    assert context.stats.resident_bytes > 0
+    context.release()
+    assert context.stats.resident_bytes == 0
+    window(model, 0)
+
+
 def test_a_released_context_takes_no_other_modules(model: Any) -> None:
     context = FSDPContext(mode="recorded")
     context.adopt(model)

@@ -250,7 +250,8 @@ def _refuse_sharded(
     if parameters and not units:
         logger.warning(
             "a captured graph with %d parameters has none of an adopted module: it is compiled "
-            "without a schedule; call adopt() before the first forward",
+            "without a schedule; call adopt() before the first forward, or, after release(), compile "
+            "with another backend",
             parameters,
         )
 

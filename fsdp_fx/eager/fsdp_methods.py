@@ -11,14 +11,17 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from ..calls import MethodCall
 from ..torch_internals import run_forward_hook, run_forward_pre_hook
 from ..units import Unit, redirect_forward_methods
 from ..window import Window
@@ -101,7 +104,7 @@ def shadow_methods(module: nn.Module, units: Sequence[Unit], window: Window) -> 
         if hasattr(FSDPModule, method):  # some are newer than the oldest torch supported
             module.__dict__[method] = functools.partial(_call, method, name, reference)
     module.__dict__[_RESHARD] = functools.partial(_reshard, name, tuple(units), reference)
-    redirect_forward_methods(module, _enter_method, _leave_method)
+    redirect_forward_methods(module, functools.partial(_enter_method, reference), _leave_method)
 
 
 def restore_methods(module: nn.Module) -> None:
@@ -146,7 +149,21 @@ def _reshard(name: str, units: Sequence[Unit], reference: weakref.ref[Window]) -
 # What a method of ``register_fsdp_forward_method`` runs in: what a forward does.
 
 
-def _enter_method(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+def _enter_method(
+    reference: weakref.ref[Window], module: nn.Module, args: Any, kwargs: Any
+) -> tuple[Any, Any]:
+    window = None if torch.compiler.is_compiling() else reference()
+    if window is None:
+        return _run_pre_hooks(module, args, kwargs)
+    # FSDP2's wrapper does not say when the method raises.
+    window.method = MethodCall(sys._getframe(1))
+    try:
+        return _run_pre_hooks(module, args, kwargs)
+    finally:
+        window.method = None
+
+
+def _run_pre_hooks(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
     for key in (HOOKS_KEY, CAST_KEY):
         args, kwargs = run_forward_pre_hook(module, key, args, kwargs)
     return args, kwargs

@@ -27,7 +27,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ..calls import ForwardCall, Use
+from ..calls import ForwardCall, MethodCall, Use
 from ..report import Report
 from ..torch_internals import (
     active_compile_callback,
@@ -162,15 +162,21 @@ class _Repetition:
 class _Entry:
     """One forward of a module that is running."""
 
+    hooks: ModuleHooks
     call: ForwardCall
     opened_call: bool
     recomputation: bool
     repeated: bool  # whether a reentrant checkpoint's backward runs it again
     handling: BaseException | None  # what the caller of the forward is handling
+    method: MethodCall | None  # where the module was entered by one
     uses: list[Use] = dataclasses.field(default_factory=list)
     exposed: list[Unit] = dataclasses.field(default_factory=list)
     backward: BackwardOf | None = None
     spared: AbstractContextManager[Any] | None = None
+
+    def abandon(self) -> None:
+        """An exception has ended the method that this is the forward of."""
+        self.hooks.abandon(self)
 
 
 class ModuleHooks:
@@ -359,8 +365,12 @@ class ModuleHooks:
         if repeated and whole:
             _Repetition.of(checkpoint, self).calls.append((self, call))
         # From here on the forward hook undoes what has been done, should a gather raise.
-        entry = _Entry(call, opens_call, recomputation, repeated, sys.exc_info()[1])
+        handling, method = sys.exc_info()[1], window.method
+        entry = _Entry(self, call, opens_call, recomputation, repeated, handling, method)
         self._entries.append(entry)
+        if method is not None:
+            window.method = None
+            window.by_method.append(entry)
         for unit in self.units:
             # Before the gather: it need not hide what it would show.
             self._expose(unit, entry.exposed)
@@ -403,14 +413,9 @@ class ModuleHooks:
     def _after_forward(self, module: nn.Module, output: Any) -> None:
         if not self._entries:
             return  # forgotten by abort()
-        entry = self._entries.pop()
-        if entry.spared is not None:
-            entry.spared.__exit__(None, None, None)
+        entry = self._entries[-1]
+        self._leave(entry)
         window = self.window
-        for unit in entry.exposed:
-            unit.conceal()
-        for use in reversed(entry.uses):
-            window.end(use)
         failed = output is None and sys.exc_info()[1] is not entry.handling
         if failed and not entry.recomputation and entry.call.training:
             # Early-stopping recomputation also ends in an exception, by design.
@@ -433,6 +438,27 @@ class ModuleHooks:
             if tensor._base is not None and not is_marked(tensor):
                 self._warn_of_view(module)
             watch_output(backward, tensor)
+
+    def _leave(self, entry: _Entry) -> None:
+        self._entries.remove(entry)
+        if entry.method is not None:
+            self.window.by_method.remove(entry)
+        if entry.spared is not None:
+            entry.spared.__exit__(None, None, None)
+        for unit in entry.exposed:
+            unit.conceal()
+        for use in reversed(entry.uses):
+            self.window.end(use)
+
+    def abandon(self, entry: _Entry) -> None:
+        """Undo what a forward by a method began: an exception has ended it."""
+        self._leave(entry)
+        window, call = self.window, entry.call
+        if entry.opened_call:
+            window.suspend_call(call)
+        # A recomputation that stops early also ends in an exception, by design.
+        if call.training and not entry.recomputation and call.window == window.number:
+            window.fail(f"an exception crossed a method of {self.name} in {call}")
 
     def _failure(self, module: nn.Module, call: ForwardCall) -> str:
         error = sys.exc_info()[1]
@@ -507,6 +533,7 @@ class ModuleHooks:
         """End the backward use of each unit, or let it go on until its weight gradients."""
         window = self.window
         window.untrack_backward(backward)
+        window.abandon_methods()
         uses, backward.uses = [use for use in backward.uses if use.open], []
         exposed, backward.exposed = backward.exposed, []
         if backward.call.window == window.number or not backward.call.training:

@@ -39,9 +39,16 @@ def guard_optimizers(window: Window) -> Callable[[], None]:
         ours = {id(parameter) for unit in window.units for parameter in unit.sharded_parameters}
         groups = optimizer.param_groups
         if any(id(parameter) in ours for group in groups for parameter in group["params"]):
+            name, number = type(optimizer).__name__, window.number
+            if (call := window.awaits_backward()) is not None:
+                raise RuntimeError(
+                    f"{name}.step() in the middle of window {number}, in which the backward of {call} "
+                    "is missing: run it, or abort(); a forward that was an evaluation belongs under "
+                    "evaluation() or torch.no_grad()"
+                )
             raise RuntimeError(
-                f"{type(optimizer).__name__}.step() in the middle of window {window.number}: call "
-                "finish_grad_sync() after the last backward, before the step (or abort())"
+                f"{name}.step() in the middle of window {number}: call finish_grad_sync() after the "
+                "last backward, before the step (or abort())"
             )
 
     return register_optimizer_step_pre_hook(before_step).remove

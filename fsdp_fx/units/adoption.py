@@ -162,7 +162,8 @@ def require_supported(root: nn.Module) -> None:
 
     Raises:
         RuntimeError: a module is in the middle of a forward or backward under plain FSDP2.
-        ValueError: a module uses an FSDP2 option that has no effect here.
+        ValueError: a module uses an FSDP2 option that has no effect here; ``root`` is inside of
+            a module that plain FSDP2 schedules.
     """
     states = _states(root)
     if not any(_param_groups(state) for _, state in states):
@@ -170,6 +171,7 @@ def require_supported(root: nn.Module) -> None:
             f"{type(root).__name__} has no parameters that fully_shard() manages: call it on "
             "modules with parameters"
         )
+    _refuse_inner(root, [state for _, state in states])
     for path, state in states:
         _refuse_unsupported(path, state)
         around = any(
@@ -242,6 +244,18 @@ def _states(root: nn.Module) -> list[tuple[str, FSDPState]]:
     return states
 
 
+def _refuse_inner(root: nn.Module, states: Sequence[FSDPState]) -> None:
+    # FSDP2's end of a backward is that of a root, for every state it has found below.
+    for state in states:
+        outer = next((each for each in state._state_ctx.all_states if each._is_root), None)
+        if outer is not None and outer not in states:
+            raise ValueError(
+                f"{type(root).__name__} is inside of {type(outer._modules[0]).__name__}, which "
+                "plain FSDP2 has run as a whole and would go on to schedule: adopt that, or call "
+                "fully_shard() on nothing around the chunks"
+            )
+
+
 def _refuse_unsupported(path: str, state: FSDPState) -> None:
     where = f"module {path or 'root'!r}"
     if state._training_state is not TrainingState.IDLE:
@@ -281,7 +295,8 @@ def _refuse_unsupported(path: str, state: FSDPState) -> None:
             raise ValueError(
                 f"{where}: set_unshard_in_backward(False) has no effect here; remove it"
             )
-        if not group.reshard_after_backward:
+        # A context that is gone has left it so.
+        if not (group.reshard_after_backward or hasattr(state, _BEFORE)):
             raise ValueError(
                 f"{where}: set_reshard_after_backward(False) has no effect here; remove it, and "
                 "give memory_budget to the context, which keeps what is worth keeping"

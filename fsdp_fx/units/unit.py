@@ -362,7 +362,9 @@ class Unit:
         for index, parameter in enumerate(self.group.fsdp_params):
             unsharded, sharded = parameter._unsharded_param, parameter.sharded_param
             info = parameter._module_info
-            if info.module._parameters.get(info.param_name) is not sharded:
+            shown = info.module._parameters.get(info.param_name)
+            # None: it was taken out of the model, which is left to it.
+            if shown is not None and shown is not sharded:
                 self._point_modules_at_sharded()
                 raise RuntimeError(
                     f"unit {self.spec.name}: {info.param_name!r} of {type(info.module).__name__} is "
