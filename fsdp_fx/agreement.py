@@ -90,18 +90,18 @@ class Agreements:
         for agreement, _ in self._members:
             agreement.begin()
 
-    def open(self, units: Sequence[UnitSpec], options: str) -> None:
+    def open(self, units: Sequence[UnitSpec], options: Sequence[str]) -> None:
         """A window opens that knows no program, or whose units have changed.
 
         See :meth:`Agreement.depart`.
 
         Args:
             units: every unit of the context.
-            options: what programs are planned with.
+            options: what programs are planned with, one by one.
         """
         for agreement, shared in self._members:
             schedule = events_so_far(units, (), shared)
-            schedule = replace(schedule, units=(*schedule.units, options), events=(_OPENING,))
+            schedule = replace(schedule, units=(*schedule.units, *options), events=(_OPENING,))
             agreement.depart(schedule)
 
     def record(self, event: Event, held_for: int = 0) -> None:

@@ -13,6 +13,7 @@ import itertools
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
 from typing import Any, Concatenate, Literal, NoReturn, ParamSpec, get_args
 
 import torch.distributed as dist
@@ -154,7 +155,9 @@ class FSDPContext:
         residency.on_waiting = self._weak(FSDPContext._check_ranks)
         self._window = Window(residency, self._library, reduce_gradients)
         self._window.closes_itself = mode == "registration"
-        self._window.options = str(self._options)
+        self._window.options = tuple(
+            f"{field.name}={getattr(options, field.name)!r}" for field in fields(options)
+        )
         self._window.meters_memory = memory_budget == "auto"
         self._window.on_open = self._weak(FSDPContext._begin_window)
         self._window.on_pass_end = self._weak(FSDPContext._pass_ended)

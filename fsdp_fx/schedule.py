@@ -111,7 +111,8 @@ def events_so_far(
     return Schedule(
         tuple(
             f"{unit.name} ({unit.elements} elements, {unit.replicas} replicas, "
-            f"trains parameters {', '.join(map(str, unit.trained)) or 'none'})"
+            f"trains parameters {', '.join(map(str, unit.trained)) or 'none'}"
+            f"{', stays after its forward' if unit.kept_after_forward else ''})"
             for unit in units
             if unit.name in shared
         ),

@@ -61,7 +61,7 @@ class Window:
         number: windows closed or aborted before this one.
         cursor: position of the next event.
         agreements: compares events with those of the other ranks.
-        options: what programs are planned with, as text.
+        options: what programs are planned with, one text each.
         meters_memory: whether a window that is written down notes allocated memory.
         respecified: to be set where the units of this window are not what they were.
         current: the chunk's forward that is running, innermost last.
@@ -92,7 +92,7 @@ class Window:
         self.units: list[Unit] = []
         self.communication: Communication | None = None
         self.number = 0
-        self.options = ""
+        self.options: tuple[str, ...] = ()
         self.meters_memory = False
         self.respecified = False
         self._aborted = False

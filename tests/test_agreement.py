@@ -390,7 +390,9 @@ def with_another_number_of_microbatches() -> None:
 
 def with_other_options() -> None:
     model, context = experts(backward_prefetch=100_000 * dist.get_rank())
-    with disagreeing("other units or options", "backward_prefetch=0", "backward_prefetch=100000"):
+    with disagreeing(
+        "other units or options: backward_prefetch=0 on ", "backward_prefetch=100000 on "
+    ):
         train(model, context)
     context.abort()
 

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_fx import FSDPContext
@@ -344,6 +345,10 @@ def test_a_registered_method_that_fails_in_an_evaluation_leaves_nothing_behind(m
     context.adopt(model)
     register_fsdp_forward_method(model, "fails")
     with torch.no_grad():
+        with pytest.raises(ValueError, match="odd"):
+            model.fails(torch.ones(2, DIM))
+        assert all(isinstance(value, DTensor) for value in model.state_dict().values())
+        at_rest(context)
         with pytest.raises(ValueError, match="odd"):
             model.fails(torch.ones(2, DIM))
         model(torch.ones(2, DIM))

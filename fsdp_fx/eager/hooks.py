@@ -231,7 +231,8 @@ class ModuleHooks:
         if module is not None:
             remove_forward_hooks(module, HOOKS_KEY)
             remove_casts(module)
-            self._load_guard.remove()
+            for guard in self._state_dict_guards:
+                guard.remove()
             for name in _REFUSED:
                 module.__dict__.pop(name, None)
             framed = type(module)
@@ -256,7 +257,10 @@ class ModuleHooks:
             module.__class__ = _framed(type(module))
         # The hooks lead to the window, and with it to everything that is scheduled.
         module.__dict__.update(dict.fromkeys(_REFUSED, _refuse_copy))
-        self._load_guard = module.register_load_state_dict_pre_hook(self._before_loading)
+        self._state_dict_guards = (
+            module.register_load_state_dict_pre_hook(self._before_loading),
+            module.register_state_dict_pre_hook(self._before_saving),
+        )
         before, after = self._before_forward, self._after_forward
         # Dynamo must neither trace these nor compile their frames on their own.
         before = torch._dynamo.disable(before)
@@ -304,6 +308,10 @@ class ModuleHooks:
                 "gathered would keep the weights of before; load between windows, after "
                 "finish_grad_sync() or abort()"
             )
+
+    def _before_saving(self, *_: object) -> None:
+        # A method that an exception has ended may have left full parameters to be seen.
+        self.window.abandon_methods()
 
     # Forward
 
