@@ -137,14 +137,7 @@ def bind(schedule: PipelineScheduleSingle | PipelineScheduleMulti, context: FSDP
             "a pipeline schedule interleaves many forwards and backwards, which registration "
             'mode cannot know in advance: build the context with FSDPContext(mode="recorded")'
         )
-    if isinstance(schedule, PipelineScheduleMulti):
-        stages = list(schedule._stages)
-    elif isinstance(schedule, PipelineScheduleSingle):
-        stages = [schedule._stage]
-    else:
-        raise TypeError(
-            f"bind() takes a torch.distributed.pipelining schedule, not {type(schedule).__name__}"
-        )
+    stages = _stages_of(schedule)
     names = []
     for stage in stages:
         if isinstance(stage.submod, StageShell):
@@ -163,13 +156,22 @@ def bind(schedule: PipelineScheduleSingle | PipelineScheduleMulti, context: FSDP
     context.when_released(lambda: _unbind(bound()))
 
 
+def _stages_of(schedule: PipelineScheduleSingle | PipelineScheduleMulti) -> list[Any]:
+    if isinstance(schedule, PipelineScheduleMulti):
+        return list(schedule._stages)
+    if isinstance(schedule, PipelineScheduleSingle):
+        return [schedule._stage]
+    raise TypeError(
+        f"bind() takes a torch.distributed.pipelining schedule, not {type(schedule).__name__}"
+    )
+
+
 def _unbind(schedule: Any) -> None:
     """Undo :func:`bind`: take away what stands in front of the methods of the classes."""
     if schedule is None:
         return
     schedule.__dict__.pop("eval", None)
-    stages = schedule._stages if hasattr(schedule, "_stages") else [schedule._stage]
-    for stage in stages:
+    for stage in _stages_of(schedule):
         stage.submod = stage.submod.chunk
         for name in ("backward_maybe_with_nosync", "scale_grads", "_compute_outputs"):
             stage.__dict__.pop(name, None)

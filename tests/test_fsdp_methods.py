@@ -357,6 +357,22 @@ def test_a_registered_method_that_fails_in_an_evaluation_leaves_nothing_behind(m
     at_rest(context)
 
 
+def test_a_registered_method_may_abort_and_go_on(model: Any) -> None:
+    context = FSDPContext(mode="recorded")
+
+    def aborts(x: torch.Tensor) -> torch.Tensor:
+        model.blocks[0](x)
+        context.abort()
+        return x
+
+    model.aborts = aborts
+    context.adopt(model)
+    register_fsdp_forward_method(model, "aborts")
+    model.aborts(torch.ones(2, DIM))
+    step(model, context)
+    at_rest(context)
+
+
 class Checkpointed(Encoder):
     """Its block's method runs again in the backward, and stops early."""
 

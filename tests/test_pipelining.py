@@ -49,6 +49,7 @@ def _train(schedule: Any, compiled: bool) -> None:
     units, stats = len(job.context.units), job.context.stats
     recorded, *replayed = [job.counted(step) for step in range(3)]
     assert recorded["on_demand_gathers"] == recorded["gathers"] > 1
+    assert recorded["reductions"] == MICROBATCHES * units
     for counted in replayed:
         job.check_counts(counted)
         # Only the window's first gather is on demand; phase and chunk changes are prefetched.

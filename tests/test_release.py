@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.torch_version import TorchVersion
 
 import fsdp_fx
@@ -21,6 +22,7 @@ from models import DIM, Block, Chunk, cpu_mesh, linears, shard
 from test_semantics import on_two_ranks
 
 MICROBATCHES = 2
+SEVERAL_GROUPS = TorchVersion(torch.__version__) >= "2.13"
 
 
 class Tied(nn.Module):
@@ -182,6 +184,24 @@ def test_submodules_and_blocks_taken_together_are_given_back(release: bool) -> N
     assert before.keys() == surface(model).keys()
 
 
+@on_two_ranks(adopted=[False, True])
+def test_a_root_that_was_given_back_is_resharded_after_its_forward_as_a_part(adopted: bool) -> None:
+    model: Any = nested(cpu_mesh())
+    if adopted:
+        context = FSDPContext(mode="recorded")
+        context.adopt(model)
+        window(model, 0)
+        context.finish_grad_sync()
+        context.release()
+    around = nn.Sequential(model, nn.Linear(DIM, DIM))
+    fully_shard(around, mesh=cpu_mesh())
+    loss = around(torch.ones(2, DIM)).sum()
+    # As a root it would show the full parameters until its backward.
+    assert isinstance(model.norm.weight, DTensor)
+    assert not isinstance(around[1].weight, DTensor)
+    loss.backward()
+
+
 @on_two_ranks(keep=[True])
 def test_frozen_units_that_stay_are_freed(keep: bool) -> None:
     model = frozen(cpu_mesh())
@@ -305,13 +325,45 @@ def test_a_released_model_and_its_context_do_not_keep_each_other(model: Any) -> 
     assert isinstance(module, FSDPModule)
 
 
+class Mixed(nn.Linear):
+    """Trains parameters of two dtypes, which FSDP2 refuses in one group."""
+
+    def __init__(self) -> None:
+        super().__init__(DIM, DIM)
+        self.bias = nn.Parameter(torch.randn(DIM, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight.T + self.bias
+
+
+@on_two_ranks(around=[False, True])
+def test_units_of_several_dtypes_train_on_where_fsdp2_takes_several_groups(around: bool) -> None:
+    if not SEVERAL_GROUPS:
+        return  # the next test
+    torch.manual_seed(0)
+    whole: Any = nn.Sequential(Mixed(), nn.Linear(DIM, DIM, dtype=torch.float64))
+    model: Any = shard(copy.deepcopy(whole), (nn.Linear, nn.Sequential) if around else nn.Linear)
+    context = FSDPContext(mode="recorded")
+    context.adopt(model)
+    for seed in range(4):
+        window(model, seed)
+        context.finish_grad_sync()
+        if seed == 1:
+            context.release()
+        for microbatch in range(MICROBATCHES):
+            generator = torch.Generator().manual_seed(10 * seed + microbatch)
+            for x in torch.randn(2, 3, DIM, generator=generator):
+                (whole(x).float().square().mean() / 2).backward()
+        for one, expected in zip(model.parameters(), whole.parameters(), strict=True):
+            torch.testing.assert_close(one.grad.full_tensor(), expected.grad)
+            one.grad = expected.grad = None
+    assert context.stats.windows == 2
+
+
 @pytest.mark.usefixtures("fake_group")
-@pytest.mark.skipif(
-    TorchVersion(torch.__version__) >= "2.13", reason="this FSDP2 takes several groups itself"
-)
+@pytest.mark.skipif(SEVERAL_GROUPS, reason="this FSDP2 takes several groups itself")
 def test_units_that_plain_fsdp2_refuses_stay_with_their_context() -> None:
-    module = nn.Linear(DIM, DIM)
-    module.bias = nn.Parameter(torch.zeros(DIM, dtype=torch.float64))
+    module = Mixed()
     fully_shard(module, mesh=cpu_mesh())
     context = fsdp_fx.FSDPContext(mode="recorded")
     context.adopt(module)

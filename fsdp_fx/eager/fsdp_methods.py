@@ -108,7 +108,9 @@ def shadow_methods(module: nn.Module, units: Sequence[Unit], window: Window) -> 
 
 
 def restore_methods(module: nn.Module) -> None:
-    """Undo :func:`shadow_methods`."""
+    """Undo :func:`shadow_methods`, but for the methods that are forwards: those are FSDP2's
+    again when its hooks are (:func:`fsdp_fx.units.detach`).
+    """
     for method in (*_FLAGS, *_REFUSED, _RESHARD):
         module.__dict__.pop(method, None)
 

@@ -68,7 +68,7 @@ def find_sharded_modules(root: nn.Module) -> Iterator[tuple[str, FSDPModule]]:
             yield path, module
 
 
-# Where a state keeps the ``post_forward_mesh_info`` of its groups from before adoption.
+# Where a group keeps its ``post_forward_mesh_info`` from before adoption.
 _BEFORE = "_fsdp_fx_before"
 
 # Where a state of torch 2.11, which knows one group, keeps the others.
@@ -296,7 +296,7 @@ def _refuse_unsupported(path: str, state: FSDPState) -> None:
                 f"{where}: set_unshard_in_backward(False) has no effect here; remove it"
             )
         # A context that is gone has left it so.
-        if not (group.reshard_after_backward or hasattr(state, _BEFORE)):
+        if not (group.reshard_after_backward or hasattr(group, _BEFORE)):
             raise ValueError(
                 f"{where}: set_reshard_after_backward(False) has no effect here; remove it, and "
                 "give memory_budget to the context, which keeps what is worth keeping"
@@ -367,9 +367,10 @@ def attach(
         for _, state in states
     }
     for _, state in states:
-        if state._is_root is None or not hasattr(state, _BEFORE):
-            # FSDP2's initialisation changes that of a root.
-            setattr(state, _BEFORE, [g.post_forward_mesh_info for g in _param_groups(state)])
+        for group in _param_groups(state):
+            if state._is_root is None or not hasattr(group, _BEFORE):
+                # FSDP2's initialisation changes that of a root. Groups that it cuts have it, too.
+                setattr(group, _BEFORE, group.post_forward_mesh_info)
     suffixes = _initialise([state for _, state in states])
     result: list[ShardedModule] = []
     for path, state in states:
@@ -442,10 +443,8 @@ def detach(root: nn.Module) -> None:
         groups = _param_groups(state)
         hold_modules_strongly(state, groups)
         private: Any = state
-        before = private.__dict__.pop(_BEFORE)
-        # Groups that were cut by dtype have what the one before them had.
-        for index, group in enumerate(groups):
-            group.post_forward_mesh_info = before[min(index, len(before) - 1)]
+        for group in groups:
+            group.post_forward_mesh_info = group.__dict__.pop(_BEFORE)
             group.comm_ctx = FSDPCommContext()
             group.reshard_after_backward = True
             group._module_fqn = None
