@@ -213,8 +213,7 @@ def agreements_of(units: Sequence[Unit], timeout: float) -> Agreements:
     for unit in units:
         if len(unit.ranks) > 1:
             shared.setdefault(unit.ranks, []).append(unit.spec.name)
-    # The fake backend simulates one rank of many: nobody would answer.
-    if not shared or dist.get_backend() == "fake":
+    if not shared or not _others_exist():
         return Agreements()
     members = []
     for ranks in sorted(shared):
@@ -225,6 +224,14 @@ def agreements_of(units: Sequence[Unit], timeout: float) -> Agreements:
         agreement = Agreement(ranks, dist.get_rank(), store, timeout)
         members.append((agreement, frozenset(shared[ranks])))
     return Agreements(members)
+
+
+def _others_exist() -> bool:
+    """Whether any process answers: where one rank of many is simulated, nobody does."""
+    store = default_store()
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return dist.get_backend() != "fake" and not isinstance(store, dist.HashStore)  # type: ignore[attr-defined]
 
 
 class Agreement:

@@ -92,8 +92,9 @@ class FSDPContext:
             at an event beyond the units in use there and those that the lookahead of events
             or elements covers. What stays is chosen so that the fewest bytes are gathered
             and reduced in the window. ``"auto"``: what fits under the peak of allocated
-            memory that the recorded window had, event by event, lookahead included. None:
-            nothing is planned.
+            memory that the recorded window had, event by event, lookahead included;
+            ``"auto+4GiB"``: what fits if the peak may rise by so much. None: nothing is
+            planned.
         reduce_gradients: ``"per_backward"`` reduces a unit's gradients after each of
             its backwards; ``"per_window"`` keeps them full, in the reduction dtype,
             and reduces after the window's last, outside of any budget; ``"planned"``
@@ -158,7 +159,7 @@ class FSDPContext:
         self._window.options = tuple(
             f"{field.name}={getattr(options, field.name)!r}" for field in fields(options)
         )
-        self._window.meters_memory = memory_budget == "auto"
+        self._window.meters_memory = options.fills_memory
         self._window.on_open = self._weak(FSDPContext._begin_window)
         self._window.on_pass_end = self._weak(FSDPContext._pass_ended)
         self._window.on_unscheduled = self._weak(FSDPContext._trained_unscheduled)
@@ -226,7 +227,7 @@ class FSDPContext:
         require_unshared([*adopted, *modules])
         together = [getattr(module, "_orig_mod", module) for module in together]
         self._require_together(together, modules)
-        if self._options.memory_budget == "auto":
+        if self._options.fills_memory:
             require_memory_statistics(modules)
         for module in modules:
             self._adopt(module, together)

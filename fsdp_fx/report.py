@@ -203,7 +203,7 @@ class Report:
             if program.carried:
                 lines[-1] += f", {_count(len(program.carried), 'unit')} kept from window to window"
             if index < len(peaks) and (peak := peaks[index]) is not None:
-                lines[-1] += f"; planned under a recorded peak of {format_bytes(peak)} allocated"
+                lines[-1] += f"; planned from a recorded peak of {format_bytes(peak)} allocated"
             if program.capacity is not None and not program.unproven:
                 lines[-1] += "; proven to save the most"
             if program.unproven:

@@ -313,6 +313,18 @@ def test_what_stays_after_its_forward_takes_from_the_recorded_room() -> None:
     assert [interval.unit for interval in intervals(more)] == ["m.a", "m.b", "m.c"]
 
 
+def test_what_an_automatic_budget_adds_is_added_to_the_recorded_room() -> None:
+    window = trace("m F0: a b c; m B0: c b a")
+    measurements = Measurements(room=(100,) * 6)
+
+    def planned(budget: str) -> Program:
+        return plan(window, PassOptions(0, 0, memory_budget=budget), measurements)
+
+    plain, more = planned("auto"), planned("auto+0.125KiB")
+    assert more.capacity == tuple(capacity + 128 for capacity in plain.capacity or ())
+    assert [len(intervals(each)) for each in (plain, more)] == [5, 4]
+
+
 # The list
 
 

@@ -22,6 +22,7 @@ from fsdp_fx.passes.reductions import ReduceGradients, insert_reductions
 from fsdp_fx.passes.residency import MemoryBudget, keep_resident
 from fsdp_fx.planning.lookahead import Lookahead
 from fsdp_fx.planning.measurements import Measurements
+from fsdp_fx.planning.room import bytes_beyond_peak
 from fsdp_fx.program import Program
 from fsdp_fx.trace import Trace
 
@@ -53,7 +54,8 @@ class PassOptions:
             those that the memory budget has room for.
         memory_budget: bytes of full parameters and full gradients that may stay resident at
             an event, beyond the units in use and those that the lookahead covers; ``"auto"``
-            for what fits under the recorded peak; ``None`` to plan nothing.
+            for what fits under the recorded peak, ``"auto+4GiB"`` for what fits under a peak
+            that is so much higher; ``None`` to plan nothing.
         keep_frozen: whether frozen units may stay resident from one window to the next,
             within the budget.
 
@@ -77,13 +79,15 @@ class PassOptions:
                 "not a number of elements: use None for one event ahead, 0 for none, a positive "
                 'int, or "timed" for as early as measured durations ask for',
             )
-        _require_number(
-            "memory_budget",
-            self.memory_budget,
-            "auto",
-            "not a number of bytes: use None to plan nothing, 0 to keep what costs nothing, a "
-            'positive int, or "auto" for what fits under the recorded peak',
-        )
+        if bytes_beyond_peak(self.memory_budget) is None:
+            _require_number(
+                "memory_budget",
+                self.memory_budget,
+                "auto",
+                "not a number of bytes: use None to plan nothing, 0 to keep what costs nothing, a "
+                'positive int, "auto" for what fits under the recorded peak, or "auto+4GiB" for '
+                "what fits with so much more",
+            )
         known = get_args(ReduceGradients)
         if self.reduce_gradients not in known:
             choices = " or ".join(f'"{choice}"' for choice in known)
@@ -107,6 +111,11 @@ class PassOptions:
                         f'{name}="timed" needs a memory_budget to gather ahead in: give bytes or '
                         '"auto"'
                     )
+
+    @property
+    def fills_memory(self) -> bool:
+        """Whether the budget is what a recorded window left free."""
+        return bytes_beyond_peak(self.memory_budget) is not None
 
     @property
     def measures(self) -> bool:

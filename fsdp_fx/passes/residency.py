@@ -8,7 +8,7 @@ far ahead the gathers that are left are issued, by :mod:`fsdp_fx.passes.prefetch
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal, cast
+from typing import cast
 
 from fsdp_fx.occupancy import used_intervals
 from fsdp_fx.passes.intervals import merge_intervals
@@ -16,12 +16,12 @@ from fsdp_fx.planning.lookahead import Lookahead, covered_from
 from fsdp_fx.planning.measurements import Measurements
 from fsdp_fx.planning.memory import kept_gradient_bytes, needed_bytes
 from fsdp_fx.planning.residency import keep, lookahead_bytes
-from fsdp_fx.planning.room import budgeted_room, interval_bytes
+from fsdp_fx.planning.room import budgeted_room, bytes_beyond_peak, interval_bytes
 from fsdp_fx.program import Program, reduce
 
 __all__ = ["MemoryBudget", "keep_resident"]
 
-MemoryBudget = int | Literal["auto"] | None
+MemoryBudget = int | str | None
 
 
 def keep_resident(
@@ -39,7 +39,7 @@ def keep_resident(
         program: gathers on demand but for what is kept at any rate, every reduction that the user's choice asks for, no frees.
         budget: bytes of full parameters and full gradients that may stay beyond the units in
             use and those that the lookahead covers; ``"auto"`` for the recorded room, of
-            which the lookahead takes its part; None for nothing, and no limit.
+            which the lookahead takes its part, ``"auto+4GiB"`` for so much more; None for nothing, and no limit.
         forward: lookahead of forward events.
         backward: lookahead of backward events.
         gradients: whether full gradients may be kept.
@@ -58,17 +58,19 @@ def keep_resident(
     there = used_intervals(program)
     covered = covered_from(trace, forward, backward)
     needed = interval_bytes(trace, there)
-    if budget == "auto":
+    beyond = bytes_beyond_peak(budget)
+    if beyond is not None:
         if measurements.room is None:
-            raise ValueError('memory_budget="auto" needs the memory of a recorded window')
+            raise ValueError(f'memory_budget="{budget}" needs the memory of a recorded window')
         # The window that was metered kept nothing after a forward.
         room = [
-            max(0, left - (used - least))
+            max(0, left + beyond - (used - least))
             for left, used, least in zip(
                 measurements.room, needed, needed_bytes(trace), strict=True
             )
         ]
     else:
+        assert isinstance(budget, int)
         room = budgeted_room(budget, lookahead_bytes(trace, there, covered))
     reductions = [position for position, step in enumerate(program.steps) if step.reduces]
     forced = kept_gradient_bytes(trace, reductions)
@@ -78,7 +80,7 @@ def keep_resident(
         covered,
         room,
         gradients=gradients,
-        from_tail=budget == "auto",
+        from_tail=beyond is not None,
         carries=frozen,
     )
     graph = program.copy_graph()

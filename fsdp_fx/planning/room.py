@@ -13,13 +13,39 @@ far. The reduced gradients' shards are counted as if none came later than record
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from itertools import accumulate
 
 from fsdp_fx.planning.memory import Interval, contributions
 from fsdp_fx.trace import Trace
 
-__all__ = ["budgeted_room", "interval_bytes", "recorded_room", "reduction_buffers"]
+__all__ = [
+    "budgeted_room",
+    "bytes_beyond_peak",
+    "interval_bytes",
+    "recorded_room",
+    "reduction_buffers",
+]
+
+_AUTOMATIC = re.compile(r"auto(?:\+(\d+(?:\.\d+)?)(KiB|MiB|GiB))?")
+
+
+def bytes_beyond_peak(budget: object) -> int | None:
+    """How far a plan may rise above the recorded peak.
+
+    Args:
+        budget: a memory budget. ``"auto"`` stays under the peak, ``"auto+4GiB"`` may rise 4 GiB
+            above it.
+
+    Returns:
+        Bytes; None if the budget is not one that the recorded peak decides.
+    """
+    match = _AUTOMATIC.fullmatch(budget) if isinstance(budget, str) else None
+    if match is None:
+        return None
+    size, unit = match.groups()
+    return int(float(size) * 1024 ** (1 + ("KiB", "MiB", "GiB").index(unit))) if size else 0
 
 
 def budgeted_room(budget: int, lookahead: Sequence[int]) -> list[int]:
