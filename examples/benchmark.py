@@ -11,6 +11,7 @@ a pipeline. `--json` keeps every number, `--picture` draws step time against pea
 
     step     median over the measured steps of the slowest rank, and their spread (10th to 90th percentile)
     peak     most memory allocated in the measured steps, on any rank
+    reserved most memory that the allocator held for it, what it keeps for other streams included
     host     until the last call of a step returns; the host waits for the GPU where its queue is full
     first    the first step, with what is compiled in it
     alone    time in a step in which the GPU did nothing but communicate
@@ -378,9 +379,13 @@ def variants_of(budgets: Sequence[str]) -> list[Variant]:
 
 
 def options_of(budget: str) -> dict[str, Any]:
-    """The options of a context: `0`, `2GiB`, `auto`, `auto+2GiB` or `all`."""
+    """The options of a context: `0`, `2GiB`, `auto`, `auto+2GiB` or `all`.
+
+    With `/bf16` behind it full gradients are kept in bfloat16, not in the reduction's dtype.
+    """
     if budget == "0":
         return {}
+    budget, _, kept = budget.partition("/")
     size: int | str
     if budget == "all":
         size = EVERYTHING
@@ -393,7 +398,12 @@ def options_of(budget: str) -> dict[str, Any]:
                 f"--budgets: {budget!r} is none of 0, auto, all, or like 2GiB or auto+2GiB"
             )
         size = int(float(match[1]) * 2**30)
-    return {"memory_budget": size, "reduce_gradients": "planned"}
+    if kept not in ("", "bf16"):
+        raise SystemExit(f"--budgets: gradients may be kept in bf16, not in {kept!r}")
+    options: dict[str, Any] = {"memory_budget": size, "reduce_gradients": "planned"}
+    if kept:
+        options["kept_gradient_dtype"] = torch.bfloat16
+    return options
 
 
 # How it is measured
@@ -622,7 +632,8 @@ def measure(
     trace = None
     if traces is not None:
         traces.mkdir(parents=True, exist_ok=True)
-        trace = traces / f"{variant.name.replace(' ', '_')}_rank{dist.get_rank()}.json.gz"
+        name = re.sub(r"\W+", "_", variant.name)
+        trace = traces / f"{name}_rank{dist.get_rank()}.json.gz"
     kernels, communication, alone = profile(step, trace)
     ordered = sorted(times)
     return Result(
@@ -669,6 +680,7 @@ COLUMNS = {
     "step ms": lambda r: f"{r.step:.1f}",
     "spread": lambda r: f"{r.spread[0]:.0f}-{r.spread[1]:.0f}",
     "peak GiB": lambda r: f"{r.peak:.2f}",
+    "reserved": lambda r: f"{r.reserved:.2f}",
     "gathers": lambda r: str(r.gathers),
     "on demand": lambda r: "" if r.on_demand is None else str(r.on_demand),
     "reductions": lambda r: str(r.reductions),
@@ -745,7 +757,9 @@ def main() -> None:
     )
     parser.add_argument("--parameters", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument(
-        "--budgets", default="0,auto,auto+1GiB,auto+2GiB,auto+4GiB,all", help="of fsdp_fx"
+        "--budgets",
+        default="0,auto,auto+1GiB,auto+2GiB,auto+4GiB,all,auto/bf16,all/bf16",
+        help="of fsdp_fx; /bf16: gradients are kept in bfloat16",
     )
     parser.add_argument("--only", help="variants whose name matches this regular expression")
     parser.add_argument("--list", action="store_true", help="print the variants and end")
@@ -756,7 +770,7 @@ def main() -> None:
     parser.add_argument("--traces", type=Path, help="folder for two steps of each, for Perfetto")
     parser.add_argument("--emulated-ranks", type=int, help="one GPU stands for one rank of so many")
     parser.add_argument(
-        "--bandwidth", type=float, default=220e9, help="bytes/s of an emulated rank, each way"
+        "--bandwidth", type=float, default=300e9, help="bytes/s of an emulated rank, each way"
     )
     arguments = parser.parse_args()
     variants = [

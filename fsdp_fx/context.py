@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from typing import Any, Concatenate, Literal, NoReturn, ParamSpec, get_args
 
+import torch
 import torch.distributed as dist
 from torch import fx, nn
 
@@ -103,6 +104,10 @@ class FSDPContext:
             within a budget in bytes. Their weights must then only be changed in ways that
             PyTorch counts (:attr:`fsdp_fx.units.Unit.is_stale`), or be followed by
             :meth:`abort`.
+        kept_gradient_dtype: what full gradients are kept and added up in between the backwards
+            that ``reduce_gradients`` does not reduce after. None: the reduction dtype, as FSDP2
+            does. A smaller one takes less memory, and rounds each sum to it; the reduction
+            itself stays in its own.
         agreement_timeout: seconds that a rank waits for the others of its shard group where
             their order of events is compared: in a window that is written down, and where
             one leaves its program.
@@ -124,6 +129,7 @@ class FSDPContext:
         memory_budget: MemoryBudget = None,
         reduce_gradients: ReduceGradients = "per_backward",
         keep_frozen: bool = False,
+        kept_gradient_dtype: torch.dtype | None = None,
         agreement_timeout: float = 300.0,
     ) -> None:
         _require_choice("mode", mode, get_args(Mode))
@@ -133,6 +139,7 @@ class FSDPContext:
             reduce_gradients=reduce_gradients,
             memory_budget=memory_budget,
             keep_frozen=keep_frozen,
+            kept_gradient_dtype=kept_gradient_dtype,
         )
         if not agreement_timeout > 0:
             raise ValueError(f"agreement_timeout={agreement_timeout!r} is not a number of seconds")
@@ -298,6 +305,7 @@ class FSDPContext:
         self._chunks[chunk] = weakref.ref(module)
         for each in sharded:
             for unit in each.units:
+                unit.keep_gradients_in(self._options.kept_gradient_dtype)
                 self._units[unit.spec.name] = unit
                 window.units.append(unit)
                 _context_by_unit[unit] = weakref.ref(self)
@@ -721,7 +729,7 @@ class FSDPContext:
         sizes = {f"unit {spec.name}": spec.bytes for spec in self._specified}
         if self._options.reduce_gradients == "planned":
             sizes |= {
-                f"the gradients of unit {spec.name}": spec.gradient_bytes
+                f"the gradients of unit {spec.name}": spec.kept_gradient_bytes
                 for spec in self._specified
                 if spec.trainable
             }
@@ -849,6 +857,7 @@ class FSDPContext:
             tuple(self._chunks),
             self.programs,
             [bound.measurements.peak for bound in self._library],
+            {unit.spec.name: unit.obstacles for unit in self.units if unit.is_alive},
         )
 
     @property

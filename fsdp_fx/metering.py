@@ -100,6 +100,8 @@ class Meter:
 
     def begin_gather(self) -> None:
         """A gather is about to be issued."""
+        # What is gathered in place waits for compute, which is not the gather's own time.
+        self._communication.wait_for_compute()
         self._begun = self._mark(self._communication.copy_in_stream)
 
     def end_gather(self, unit: Unit, waited: bool) -> None:

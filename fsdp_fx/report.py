@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -26,6 +26,7 @@ __all__ = ["Fallback", "GraphKey", "Report"]
 logger = logging.getLogger("fsdp_fx")
 
 _LINES = 32
+_SHOWN = 4
 
 
 class GraphKey(NamedTuple):
@@ -167,6 +168,7 @@ class Report:
         chunks: Sequence[str],
         programs: Sequence[Program],
         peaks: Sequence[int | None] = (),
+        obstacles: Mapping[str, tuple[str | None, str | None]] | None = None,
     ) -> str:
         """The whole story as text.
 
@@ -177,6 +179,7 @@ class Report:
             chunks: names of its chunks.
             programs: the programs that it knows, the latest last.
             peaks: of each, the peak of allocated memory that it was planned under, if any.
+            obstacles: by unit, why it is not gathered and not reduced in place; None where it is.
         """
         lines = [
             f"{mode} mode, {_count(len(chunks), 'chunk')}, "
@@ -188,6 +191,7 @@ class Report:
             f"gathers: {stats.gathers}, {stats.on_demand_gathers} on demand, "
             f"{stats.prefetched_gathers} ahead of need, {stats.dropped_gathers} dropped unused",
             f"reductions: {stats.reductions}",
+            *_in_place(obstacles or {}),
         ]
         for index, program in enumerate(programs):
             trace, outline = program.trace, outline_of(program)
@@ -252,6 +256,28 @@ class Report:
         else:
             lines.append("fallbacks: none")
         return "\n".join(lines)
+
+
+def _in_place(obstacles: Mapping[str, tuple[str | None, str | None]]) -> list[str]:
+    """How many units' collectives need no copies, and which need them why."""
+    copied: dict[tuple[str, str], list[str]] = {}
+    for unit, (gather, reduction) in obstacles.items():
+        if gather is not None and gather == reduction:
+            copied.setdefault(("gathers and reductions", gather), []).append(unit)
+            continue
+        for what, why in (("gathers", gather), ("reductions", reduction)):
+            if why is not None:
+                copied.setdefault((what, why), []).append(unit)
+    if not copied:
+        return []
+    return ["copied by FSDP2, not gathered and reduced in place:"] + [
+        f"  {what} of {_some(units)}: {why}" for (what, why), units in copied.items()
+    ]
+
+
+def _some(names: Sequence[str]) -> str:
+    shown, more = names[:_SHOWN], len(names) - _SHOWN
+    return ", ".join(shown) + (f" and {more} more" if more > 0 else "")
 
 
 def _count(number: int, noun: str) -> str:

@@ -190,8 +190,8 @@ class Residency:
             unit.keep_gradients()
         if unit not in self._kept:
             # Of a rank that has none, too: the plan is for all ranks.
-            self._kept[unit] = unit.spec.gradient_bytes
-            self.stats.kept_gradient_bytes += unit.spec.gradient_bytes
+            self._kept[unit] = unit.spec.kept_gradient_bytes
+            self.stats.kept_gradient_bytes += unit.spec.kept_gradient_bytes
 
     def keeps_gradients(self, unit: Unit) -> bool:
         """Whether full gradients of the unit wait for their reduction."""
@@ -209,7 +209,7 @@ class Residency:
     def forget(self, unit: Unit) -> None:
         """The unit's module is gone, and its memory with it."""
         if unit.unsharded or unit.in_flight:
-            unit.unsharded = unit.in_flight = False
+            unit.abandon()
             self.stats.resident_bytes -= unit.spec.bytes
         self.stats.kept_gradient_bytes -= self._kept.pop(unit, 0)
 

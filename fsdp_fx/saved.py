@@ -114,6 +114,7 @@ def _units(place: Place) -> tuple[UnitSpec, ...]:
             item.field("name").fail(f"{item.field('name').shown} is the name of another unit")
         replicas, trained = item.optional("replicas"), item.optional("trained")
         kept = item.optional("kept_after_forward")
+        kept_gradients = item.optional("kept_gradient_bytes")
         units[name] = UnitSpec(
             name=name,
             chunk=item.field("chunk").text(),
@@ -124,6 +125,7 @@ def _units(place: Place) -> tuple[UnitSpec, ...]:
             replicas=1 if replicas is None else replicas.integer(1),
             trained=() if trained is None else tuple(i.integer() for i in trained.items()),
             kept_after_forward=kept is not None and kept.truth(),
+            kept_gradient_bytes=-1 if kept_gradients is None else kept_gradients.integer(),
         )
     return tuple(units.values())
 

@@ -32,7 +32,9 @@ __all__ = [
     "graph_break_reasons",
     "inside_autograd_node",
     "inside_dispatch_mode",
+    "inside_functorch_transform",
     "outside_of_selective_checkpoints",
+    "profiling",
     "queue_callback",
     "remove_forward_hooks",
     "saved_by_checkpoint",
@@ -43,14 +45,19 @@ __all__ = [
 ]
 
 try:
+    from torch._C import (
+        _are_functorch_transforms_active,
+        _len_torch_dispatch_stack,
+        _will_engine_execute_node,
+    )
     from torch._C import _current_autograd_node as _autograd_node
     from torch._C import _current_graph_task_id as _graph_task_id
-    from torch._C import _len_torch_dispatch_stack, _will_engine_execute_node
     from torch._C._autograd import SavedTensor, _top_saved_tensors_default_hooks
     from torch._C._dynamo.eval_frame import get_eval_frame_callback
     from torch._dynamo.eval_frame import skip_code
     from torch._dynamo.utils import counters
     from torch._logging import trace_structured  # type: ignore[attr-defined]
+    from torch.autograd import _profiler_enabled  # type: ignore[attr-defined]
     from torch.autograd.function import BackwardCFunction
     from torch.autograd.variable import Variable
     from torch.distributed.distributed_c10d import _get_default_store
@@ -75,6 +82,16 @@ def current_graph_task() -> int:
 def inside_dispatch_mode() -> bool:
     """Whether a ``TorchDispatchMode`` sees the operations that run now."""
     return bool(_len_torch_dispatch_stack())
+
+
+def inside_functorch_transform() -> bool:
+    """Whether a transform of ``torch.func`` sees the operations that run now."""
+    return bool(_are_functorch_transforms_active())
+
+
+def profiling() -> bool:
+    """Whether a profiler is recording."""
+    return bool(_profiler_enabled())
 
 
 @contextlib.contextmanager

@@ -30,13 +30,15 @@ class UnitSpec:
         elements: number of elements of the full parameters.
         bytes: bytes of the full parameters in the dtype that they are gathered in.
         gradient_bytes: bytes of the full gradients in the dtype that they are
-            accumulated in; 0 for a frozen unit.
+            reduced in; 0 for a frozen unit.
         trainable: whether any parameter requires a gradient.
         replicas: how many groups of ranks hold the same shards, and so have their
             reduced gradients all-reduced; 1 for a unit that is only sharded.
         trained: indices of the parameters that require a gradient.
         kept_after_forward: whether the user wants it to stay from each forward to the use
             that comes next (``reshard_after_forward=False``).
+        kept_gradient_bytes: bytes of the full gradients in the dtype that they are kept in
+            between backwards; as many as ``gradient_bytes`` if not given.
     """
 
     name: str
@@ -48,6 +50,11 @@ class UnitSpec:
     replicas: int = 1
     trained: tuple[int, ...] = ()
     kept_after_forward: bool = False
+    kept_gradient_bytes: int = -1
+
+    def __post_init__(self) -> None:
+        if self.kept_gradient_bytes == -1:
+            object.__setattr__(self, "kept_gradient_bytes", self.gradient_bytes)
 
 
 @dataclass(frozen=True)

@@ -114,6 +114,14 @@ def test_collectives_of_a_step_are_counted_with_their_bytes() -> None:
         ("auto+1.5GiB", {"memory_budget": "auto+1.5GiB", "reduce_gradients": "planned"}),
         ("2GiB", {"memory_budget": 2 << 30, "reduce_gradients": "planned"}),
         ("all", {"memory_budget": 1 << 50, "reduce_gradients": "planned"}),
+        (
+            "auto/bf16",
+            {
+                "memory_budget": "auto",
+                "reduce_gradients": "planned",
+                "kept_gradient_dtype": torch.bfloat16,
+            },
+        ),
     ],
 )
 def test_budgets_become_options_of_a_context(budget: str, options: dict[str, Any]) -> None:
@@ -123,6 +131,8 @@ def test_budgets_become_options_of_a_context(budget: str, options: dict[str, Any
 def test_unknown_budget_is_refused() -> None:
     with pytest.raises(SystemExit, match=r"--budgets: 'lots' is none of"):
         benchmark.options_of("lots")
+    with pytest.raises(SystemExit, match="gradients may be kept in bf16, not in 'int8'"):
+        benchmark.options_of("auto/int8")
 
 
 def results() -> list[Result]:

@@ -477,7 +477,7 @@ def _refuse(attempt: str) -> str:
     [
         ("other backend", 'use torch.compile(backend="fsdp_fx")'),
         ("mode", "cannot use CUDA graphs: pass other settings of Inductor"),
-        ("option", "use region_compiler, fallback_random, inductor"),
+        ("option", "use region_compiler, fallback_random, accumulate_in_products, inductor"),
         ("region compiler", 'use "inductor", "eager", or a callable'),
         ("inductor options", "remove it"),
         ("unknown inductor option", "has no 'max_autotun'"),

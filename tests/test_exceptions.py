@@ -311,13 +311,12 @@ def failing_collective(owner: Any, name: str, n: int) -> Iterator[list[int]]:
         yield calls
 
 
-NEW_NAMES = hasattr(dist, "all_gather_single")  # which FSDP2 calls where they exist
 COLLECTIVES = {
     "gather": (Unit, "gather"),
     "wait": (Unit, "wait"),
-    "all-gather": (dist, "all_gather_single" if NEW_NAMES else "all_gather_into_tensor"),
+    "all-gather": (dist.ProcessGroup, "allgather_into_tensor_coalesced"),
     "reduction": (Unit, "reduce"),
-    "reduce-scatter": (dist, "reduce_scatter_single" if NEW_NAMES else "reduce_scatter_tensor"),
+    "reduce-scatter": (dist.ProcessGroup, "reduce_scatter_tensor_coalesced"),
 }
 
 

@@ -305,6 +305,54 @@ def test_kept_gradients_add_up_in_the_reduction_dtype_as_without_gradient_sync(
     assert twin.context.stats.peak_kept_gradient_bytes == 3 * LINEAR
 
 
+@on_two_ranks(
+    case=[
+        ("planned", None),
+        ("per_window", None),
+        ("planned", "eager"),
+    ]
+)
+def test_kept_gradients_add_up_in_the_dtype_asked_for_and_are_reduced_in_their_own(
+    case: tuple[Any, str | None],
+) -> None:
+    reductions, compiler = case
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    chunk = linears(3)
+    whole = copy.deepcopy(chunk).bfloat16()
+    options: dict[str, Any] = {
+        "policy": policy,
+        "reduce_gradients": reductions,
+        "kept_gradient_dtype": torch.bfloat16,
+    }
+    if reductions == "planned":
+        options["memory_budget"] = EVERYTHING
+    twin = Twin(chunk, **options)
+    run = twin.chunks[0]
+    if compiler is not None:
+        region: Any = {"region_compiler": compiler}
+        run = torch.compile(run, backend=backend, options=region, dynamic=False)
+    for step in range(3):
+        inputs = [data(step, microbatch)[dist.get_rank()] for microbatch in range(4)]
+        with counting(twin.context) as spent:
+            for x in inputs:
+                mean_square(run(x)).backward()
+            twin.context.finish_grad_sync()
+        for x in inputs:
+            mean_square(whole(x.bfloat16())).backward()
+        assert spent.reductions == (12 if step == 0 and reductions == "planned" else 3)
+        for ours, theirs in zip(chunk.parameters(), whole.parameters(), strict=True):
+            assert ours.grad is not None
+            assert theirs.grad is not None
+            wanted = theirs.grad.float()  # added up in bf16, as autograd does
+            dist.all_reduce(wanted, dist.ReduceOp.AVG)
+            found = cast(Any, ours.grad).full_tensor()
+            assert found.dtype == torch.float32
+            if spent.reductions == 3:
+                assert torch.equal(found, wanted)
+            ours.grad = theirs.grad = None
+    assert twin.context.stats.peak_kept_gradient_bytes == 3 * LINEAR // 2
+
+
 # Frozen units
 
 
@@ -925,6 +973,14 @@ def test_what_is_no_number_of_bytes_is_refused(budget: Any) -> None:
             "keep_frozen=True has no effect with memory_budget='auto'",
         ),
         ({"forward_prefetch": "timed"}, 'forward_prefetch="timed" needs a memory_budget'),
+        (
+            {"kept_gradient_dtype": torch.bfloat16},
+            'kept_gradient_dtype=torch.bfloat16 has no effect with reduce_gradients="per_backward"',
+        ),
+        (
+            {"kept_gradient_dtype": torch.int32, "reduce_gradients": "per_window"},
+            "kept_gradient_dtype=torch.int32 is no dtype to add gradients up in",
+        ),
         ({"backward_prefetch": "timed"}, 'backward_prefetch="timed" needs a memory_budget'),
         ({"backward_prefetch": "soon", "memory_budget": 1}, "backward_prefetch='soon' is not"),
         (

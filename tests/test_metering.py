@@ -31,6 +31,9 @@ class FakeCommunication:
     device = torch.device("cpu")
     copy_in_stream = gather_stream = reduction_stream = None
 
+    def wait_for_compute(self) -> None:
+        """Nothing to wait for."""
+
 
 class Clock:
     """A clock and an allocator that are set by hand."""

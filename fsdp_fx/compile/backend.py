@@ -12,7 +12,8 @@ import itertools
 import logging
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ from .capture import (
 from .execution import Direction, ScheduledGraph
 from .host_graph import region_texts
 from .partition import make_partition_fn
+from .products import accumulate_products
 from .regions import CompiledRegion, RegionCompiler, split
 from .torch_internals import unknown_inductor_options
 
@@ -40,7 +42,7 @@ __all__ = ["fsdp_fx"]
 
 logger = logging.getLogger("fsdp_fx")
 
-_OPTIONS = ("region_compiler", "fallback_random", "inductor")
+_OPTIONS = ("region_compiler", "fallback_random", "accumulate_in_products", "inductor")
 
 _graph_numbers: weakref.WeakKeyDictionary[FSDPContext, itertools.count[int]] = (
     weakref.WeakKeyDictionary()
@@ -64,8 +66,10 @@ def fsdp_fx(
         example_inputs: its inputs, parameters included.
         options: ``region_compiler``: ``"inductor"`` (default), ``"eager"``, or a callable
             from graph and example inputs to a callable; ``fallback_random``: whether
-            Inductor follows eager's random numbers (default True); ``inductor``: a dict of
-            Inductor configuration.
+            Inductor follows eager's random numbers (default True);
+            ``accumulate_in_products``: whether weight gradients are added up by the matrix
+            products that compute them (default True; False if ``region_compiler`` is a
+            callable); ``inductor``: a dict of Inductor configuration.
         mode: must be None or ``"default"``.
 
     Raises:
@@ -73,7 +77,8 @@ def fsdp_fx(
         RuntimeError: a parameter is sharded but belongs to no adopted module, or is
             tensor-parallel or of another tensor subclass.
     """
-    region_compiler, fallback_random, inductor = _read_options(options, mode)
+    given = _read_options(options, mode)
+    region_compiler, fallback_random = given.region_compiler, given.fallback_random
     units = {
         index: unit
         for index, value in enumerate(example_inputs)
@@ -86,9 +91,15 @@ def fsdp_fx(
         # What a hook holds by now, the hook frees.
         if not unit.holds:
             managed.setdefault(unit, len(managed))
-    compiler = _region_compiler(context, region_compiler, fallback_random, inductor)
+    compiler = _region_compiler(context, region_compiler, fallback_random, given.inductor)
     parameter_slots = {index: managed[unit] for index, unit in units.items() if unit in managed}
     borrowed = {index for index, unit in units.items() if unit not in managed}
+    # In which each gradient may be added up.
+    dtypes = {
+        index: units[index].gradient_dtype(example_inputs[index])
+        for index in parameter_slots
+        if given.accumulate_in_products and example_inputs[index].requires_grad
+    }
     neutral = static_inputs(example_inputs) - parameter_slots.keys()
     number = next(_graph_numbers.setdefault(context, itertools.count())) if context else -1
     if context is not None:
@@ -106,7 +117,16 @@ def fsdp_fx(
         # A backward may see fewer slots than its forward: count them anew.
         order = {slot: place for place, slot in enumerate(sorted(set(slots.values())))}
         slots = {name: order[slot] for name, slot in slots.items()}
-        pieces = split(graph, slots, neutral=[n for n, i in inputs.items() if i in neutral])
+        accumulators: Collection[str] = ()
+        if direction == "backward":
+            named = {name: dtypes[index] for name, index in inputs.items() if index in dtypes}
+            graph, accumulators = accumulate_products(graph, named)
+        pieces = split(
+            graph,
+            slots,
+            neutral=[name for name, index in inputs.items() if index in neutral],
+            accumulators=accumulators,
+        )
         before = compiler.distinct_regions, compiler.cache_hits
         runs = _name_regions([compiler(region) for region in pieces.regions])
         distinct, cached = compiler.distinct_regions - before[0], compiler.cache_hits - before[1]
@@ -168,9 +188,17 @@ def fsdp_fx(
 fsdp_fx.schedules_units = True  # type: ignore[attr-defined]
 
 
-def _read_options(
-    options: Mapping[str, Any] | None, mode: str | None
-) -> tuple[RegionCompilerName, bool, Mapping[str, Any]]:
+@dataclass(frozen=True)
+class _Options:
+    """What a user may set; see :func:`fsdp_fx`."""
+
+    region_compiler: RegionCompilerName
+    fallback_random: bool
+    accumulate_in_products: bool
+    inductor: Mapping[str, Any]
+
+
+def _read_options(options: Mapping[str, Any] | None, mode: str | None) -> _Options:
     if mode not in (None, "default"):
         raise ValueError(
             f"mode={mode!r} has no effect on backend fsdp_fx, which cannot use CUDA graphs: pass "
@@ -193,14 +221,14 @@ def _read_options(
             raise ValueError(
                 f"option {name!r} has no effect with region_compiler={region_compiler!r}: remove it"
             )
-    inductor, fallback_random = given.get("inductor", {}), given.get("fallback_random", True)
-    if not isinstance(inductor, Mapping) or not isinstance(fallback_random, bool):
-        name, kind = (
-            ("fallback_random", "True or False")
-            if isinstance(inductor, Mapping)
-            else ("inductor", "a dict of Inductor's configuration")
-        )
-        raise ValueError(f"option {name!r} is {kind}, not {given[name]!r}")
+    inductor = given.get("inductor", {})
+    for name, kind, words in (
+        ("fallback_random", bool, "True or False"),
+        ("accumulate_in_products", bool, "True or False"),
+        ("inductor", Mapping, "a dict of Inductor's configuration"),
+    ):
+        if name in given and not isinstance(given[name], kind):
+            raise ValueError(f"option {name!r} is {words}, not {given[name]!r}")
     if strange := unknown_inductor_options(inductor):
         raise ValueError(
             f"options={{'inductor': {{{strange[0]!r}: ...}}}}: torch._inductor.config has no "
@@ -211,7 +239,13 @@ def _read_options(
             "CUDA graphs are not supported: a region's parameters are at another address after "
             "each gather; remove the triton.cudagraphs option"
         )
-    return region_compiler, fallback_random, inductor
+    return _Options(
+        region_compiler,
+        given.get("fallback_random", True),
+        # A compiler of one's own may hand operators copies of a graph's inputs.
+        given.get("accumulate_in_products", not callable(region_compiler)),
+        inductor,
+    )
 
 
 def _refuse_sharded(

@@ -153,6 +153,9 @@ class ScheduledGraph:
                     self._give_up(window, unit, unit.holds - holds, frees=not there)
                 for unit in lent:
                     self._give_up(window, unit, 1)
+                if backward:
+                    for unit in units:
+                        unit.drop_unwritten_gradients()
             raise
         for unit in lent:
             self._give_up(window, unit, 1)

@@ -149,15 +149,14 @@ class HostGraph(fx.GraphModule):
                 yield from self._region(node)
 
     def _region(self, node: fx.Node) -> Iterator[str]:
-        names = [user.name for user in node.users]  # in the order of the region's outputs
-        result = f"({', '.join(names)}{',' if len(names) == 1 else ''}) = " if names else ""
         arguments = node.args[0]
-        yield from _wrapped(f"{result}{node.target.__name__}({_text(arguments)})")  # type: ignore[union-attr]
+        yield from _wrapped(f"{_results(node)}{node.target.__name__}({_text(arguments)})")  # type: ignore[union-attr]
 
     def _method(self, node: fx.Node) -> str:
         target = node.args[0]
         assert isinstance(target, fx.Node)
-        code = f"    {target.name}.{node.target}({', '.join(map(_text, node.args[1:]))})"
+        results, arguments = _results(node), ", ".join(map(_text, node.args[1:]))
+        code = f"    {results}{target.name}.{node.target}({arguments})"
         meanings: dict[Any, Callable[[str, str, str], str]] = {
             "acquire": lambda unit, size, _: f"{unit}, {size}: gather if absent, wait",
             "prefetch": lambda unit, size, _: f"{unit}, {size}: gather ahead",
@@ -165,6 +164,8 @@ class HostGraph(fx.GraphModule):
             "free": lambda unit, size, _: f"{unit}, {size}: free",
             "reduce": lambda unit, _, size: f"{unit}, {size} of gradients: reduce",
             "keep_gradients": lambda unit, _, size: f"{unit}, {size} of gradients: keep full",
+            "accumulators": lambda unit, *_: f"{unit}: gradients that products are added to",
+            "scratch_gradients": lambda unit, *_: f"{unit}: gradients that nobody asks for",
             "add_gradients": lambda unit, *_: f"{unit}: gradients are there",
         }
         meaning = meanings.get(node.target)
@@ -173,6 +174,8 @@ class HostGraph(fx.GraphModule):
             return code
         index = self._units[unit.name]
         comment = meaning(self._name(index), self._size(index), self._size(index, gradient=True))
+        if len(code) > _WIDTH - 30 and results:
+            return "\n".join((f"    # {comment}", *_wrapped(code.strip())))
         if len(code) > _WIDTH - 30:
             head, _, rest = code.partition("(")
             return "\n".join((f"{head}(  # {comment}", *_wrapped(rest, indent="        ")))
@@ -207,6 +210,12 @@ def region_texts(split: SplitGraph, names: Sequence[str]) -> Iterator[str]:
         text = region.graph_module.print_readable(print_output=False).strip()
         head = f"# {name}: region {', '.join(map(str, places))} of {len(names)}"
         yield f"{head}\n{text.replace('class Region(', f'class {name}(', 1)}"
+
+
+def _results(call: fx.Node) -> str:
+    """What the results of a call are called, in their order; nothing where nobody takes any."""
+    names = [user.name for user in call.users]
+    return f"({', '.join(names)}{',' if len(names) == 1 else ''}) = " if names else ""
 
 
 def _text(argument: Any) -> str:

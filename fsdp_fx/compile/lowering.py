@@ -136,8 +136,8 @@ def lower(
             call(residency, "free", unit[index])
 
     def finish_gradients(event: GraphEvent, step: SliceStep) -> None:
-        if keeps_gradients and event.gradients_ready is not None:
-            pairs = split.gradients[event.slot]
+        pairs = split.gradients.get(event.slot, ())
+        if keeps_gradients and pairs:
             parameters = [values[parameter] for parameter, _ in pairs]
             gradients = graph.call_function(pack, tuple(values[name] for _, name in pairs))
             call(unit[event.slot], "add_gradients", parameters, gradients)
@@ -147,6 +147,26 @@ def lower(
         for index in step.keeps:
             call(residency, "keep_gradients", unit[index])
 
+    def lend_accumulators(names: Sequence[str]) -> None:
+        wanted: dict[int, list[tuple[str, str]]] = {}
+        for name in names:
+            if name in lent_by:
+                slot, parameter = lent_by[name]
+                wanted.setdefault(slot, []).append((parameter, name))
+        for slot, pairs in wanted.items():
+            method = "accumulators" if keeps_gradients else "scratch_gradients"
+            parameters = [values[parameter] for parameter, _ in pairs]
+            lent = graph.call_method(method, (unit[slot], parameters))
+            for place, (_, name) in enumerate(pairs):
+                values[name] = graph.create_node(
+                    "call_function", operator.getitem, (lent, place), name=name
+                )
+
+    lent_by = {
+        name: (slot, parameter)
+        for slot, pairs in split.accumulators.items()
+        for parameter, name in pairs
+    }
     paired = list(zip(events, steps, strict=True))
     begins: dict[int, list[tuple[GraphEvent, SliceStep]]] = {}
     ends: dict[int, list[tuple[GraphEvent, SliceStep]]] = {}
@@ -159,6 +179,7 @@ def lower(
     for index, (region, run) in enumerate(zip(split.regions, runs, strict=True)):
         for event, step in begins.get(index, ()):
             begin(event, step)
+        lend_accumulators(region.inputs)
         arguments = graph.call_function(pack, tuple(values[name] for name in region.inputs))
         results = graph.call_function(run, (arguments,))
         for place, name in enumerate(region.outputs):

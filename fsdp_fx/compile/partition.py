@@ -39,6 +39,7 @@ __all__ = [
     "SavedCopy",
     "SavedParameterError",
     "is_alias",
+    "is_gradient_mark",
     "is_pure",
     "make_partition_fn",
     "mutated_nodes",
@@ -64,6 +65,11 @@ def reduce_grad(grad: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
 @reduce_grad.register_fake
 def _(grad: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(grad)
+
+
+def is_gradient_mark(node: fx.Node) -> bool:
+    """Whether a node is a call of :func:`reduce_grad`."""
+    return node.target is torch.ops.fsdp_fx.reduce_grad.default
 
 
 class SavedParameterError(RuntimeError):

@@ -21,7 +21,7 @@ import operator
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
@@ -29,7 +29,13 @@ from torch import fx
 
 from . import torch_internals
 from .capture import ParameterOutputError, RegionCompilerName
-from .partition import is_alias, is_pure, parameter_chains, refuse_parameter_writes
+from .partition import (
+    is_alias,
+    is_gradient_mark,
+    is_pure,
+    parameter_chains,
+    refuse_parameter_writes,
+)
 
 __all__ = [
     "CompiledRegion",
@@ -112,6 +118,9 @@ class SplitGraph:
             no region reads is absent.
         gradients: slot to its (parameter placeholder, gradient value) pairs. One value may
             be the gradient of two parameters: never accumulate into it in place.
+        accumulators: slot to its (parameter placeholder, accumulator) pairs: gradients that
+            regions add to themselves (:mod:`fsdp_fx.compile.products`), in what they are given
+            under that name. No inputs of the graph.
         last_gradient_region: slot to the region after which all its gradients exist; 0 if
             they are inputs of the graph.
         gradient_positions: parameter placeholder to its gradient's place among the outputs.
@@ -127,13 +136,18 @@ class SplitGraph:
     last_gradient_region: Mapping[int, int]
     gradient_positions: Mapping[str, int]
     last_use: Mapping[str, int]
+    accumulators: Mapping[int, Sequence[tuple[str, str]]] = field(default_factory=dict)
 
 
 # --- cutting --------------------------------------------------------------------------
 
 
 def split(
-    gm: fx.GraphModule, slots: Mapping[str, int], *, neutral: Collection[str] = ()
+    gm: fx.GraphModule,
+    slots: Mapping[str, int],
+    *,
+    neutral: Collection[str] = (),
+    accumulators: Collection[str] = (),
 ) -> SplitGraph:
     """Cuts a graph before each node that first uses a parameter of a slot.
 
@@ -145,11 +159,12 @@ def split(
         slots: placeholder name to slot, of the managed parameters in this graph.
         neutral: placeholder names of buffers and unmanaged parameters. What is computed from
             parameters and these alone is computed again in each region that needs it.
+        accumulators: placeholder names of gradients that the graph adds to.
 
     Raises:
         ParameterOutputError: the graph returns a view of a managed parameter, or writes to one.
     """
-    return _Splitter(gm, slots, neutral).split()
+    return _Splitter(gm, slots, neutral, accumulators).split()
 
 
 class _Splitter:
@@ -159,7 +174,13 @@ class _Splitter:
     each region that needs them: chains (see ``parameter_chains``) and ``get_attr``.
     """
 
-    def __init__(self, gm: fx.GraphModule, slots: Mapping[str, int], neutral: Collection[str]):
+    def __init__(
+        self,
+        gm: fx.GraphModule,
+        slots: Mapping[str, int],
+        neutral: Collection[str],
+        accumulators: Collection[str],
+    ):
         self.gm = gm
         placeholders = {node.name: node for node in gm.graph.find_nodes(op="placeholder")}
         unknown = [name for name in (*slots, *neutral) if name not in placeholders]
@@ -168,7 +189,8 @@ class _Splitter:
                 f"no placeholder is named {', '.join(unknown)}; the graph has "
                 f"{', '.join(placeholders)}"
             )
-        self.placeholders = tuple(placeholders.values())
+        self.accumulators = {placeholders[name] for name in accumulators}
+        self.placeholders = tuple(n for n in placeholders.values() if n not in self.accumulators)
         self.slot_of = {placeholders[name]: slot for name, slot in slots.items()}
         refuse_parameter_writes(gm, self.slot_of)
         self.chains = parameter_chains(
@@ -194,16 +216,18 @@ class _Splitter:
         regions = tuple(reversed(built))
 
         made_in = {name: i for i, region in enumerate(regions) for name in region.outputs}
-        gradients = self._gradients()
+        names = {node.name for node in self.accumulators}
+        for index, region in enumerate(regions):
+            made_in.update({name: index for name in region.inputs if name in names})
+        pairs = self._gradients()
         return SplitGraph(
             placeholders=tuple(node.name for node in self.placeholders),
             regions=regions,
             outputs=fx.node.map_arg(self.output.args[0], self._output_name),
             last_region=self._last_regions(pieces),
-            gradients=gradients,
+            gradients=self._selected(pairs, accumulated=False),
             last_gradient_region={
-                slot: max(made_in.get(value, 0) for _, value in pairs)
-                for slot, pairs in gradients.items()
+                slot: max(made_in.get(value, 0) for _, value in own) for slot, own in pairs.items()
             },
             gradient_positions=self._gradient_positions(),
             last_use={
@@ -211,10 +235,11 @@ class _Splitter:
                 for index, region in enumerate(regions)
                 for name in (*region.inputs, *region.outputs)
             },
+            accumulators=self._selected(pairs, accumulated=True),
         )
 
     def _peeled(self, node: fx.Node) -> fx.Node:
-        if _is_gradient_mark(node):
+        if is_gradient_mark(node):
             gradient = node.args[0]
             assert isinstance(gradient, fx.Node)
             return gradient
@@ -230,7 +255,7 @@ class _Splitter:
             node
             for node in self.gm.graph.nodes
             if node.op == "call_function"
-            and not _is_gradient_mark(node)
+            and not is_gradient_mark(node)
             and (node not in self.chains or node in returned)
         ]
         # Inductor numbers its random seeds over the whole graph; read in advance, the number
@@ -425,6 +450,17 @@ class _Splitter:
             gradients.setdefault(self.slot_of[parameter], []).append(pair)
         return gradients
 
+    def _selected(
+        self, pairs: Mapping[int, Sequence[tuple[str, str]]], *, accumulated: bool
+    ) -> dict[int, list[tuple[str, str]]]:
+        """Those pairs of parameters and gradients whose gradient is an accumulator, or is not."""
+        names = {node.name for node in self.accumulators}
+        chosen = {
+            slot: [pair for pair in own if (pair[1] in names) is accumulated]
+            for slot, own in pairs.items()
+        }
+        return {slot: own for slot, own in chosen.items() if own}
+
     def _gradient_positions(self) -> dict[str, int]:
         values = self.output.args[0]
         places = enumerate(values if isinstance(values, list | tuple) else [values])
@@ -513,12 +549,8 @@ class _Piece:
         )
 
 
-def _is_gradient_mark(node: fx.Node) -> bool:
-    return node.target is torch.ops.fsdp_fx.reduce_grad.default
-
-
 def _is_managed_gradient(node: fx.Node, managed: Collection[fx.Node]) -> bool:
-    return _is_gradient_mark(node) and _marked_parameter(node) in managed
+    return is_gradient_mark(node) and _marked_parameter(node) in managed
 
 
 def _marked_parameter(mark: fx.Node) -> fx.Node:

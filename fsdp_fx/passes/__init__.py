@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import get_args
 
+import torch
+
 from fsdp_fx.passes.after_forward import keep_after_forward
 from fsdp_fx.passes.frees import insert_frees
 from fsdp_fx.passes.gathers import insert_gathers
@@ -58,6 +60,8 @@ class PassOptions:
             that is so much higher; ``None`` to plan nothing.
         keep_frozen: whether frozen units may stay resident from one window to the next,
             within the budget.
+        kept_gradient_dtype: what full gradients are kept in between backwards; the passes see
+            it in the units' sizes. None for the reduction dtype.
 
     Raises:
         ValueError: a value is none of these, or an option has no effect without another.
@@ -68,6 +72,7 @@ class PassOptions:
     reduce_gradients: ReduceGradients = "per_backward"
     memory_budget: MemoryBudget = None
     keep_frozen: bool = False
+    kept_gradient_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         for name in ("forward_prefetch", "backward_prefetch"):
@@ -98,6 +103,19 @@ class PassOptions:
             raise ValueError(
                 f"keep_frozen=True has no effect with memory_budget={self.memory_budget!r}: give "
                 "bytes to keep frozen units in, which stay through the optimizer step as well"
+            )
+        dtype = self.kept_gradient_dtype
+        if dtype is not None and not (
+            isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1
+        ):
+            raise ValueError(
+                f"kept_gradient_dtype={dtype!r} is no dtype to add gradients up in: use None for the "
+                "reduction dtype, or torch.bfloat16, torch.float16, torch.float32 or torch.float64"
+            )
+        if dtype is not None and self.reduce_gradients == "per_backward":
+            raise ValueError(
+                f"kept_gradient_dtype={dtype} has no effect with "
+                'reduce_gradients="per_backward", which keeps none: use "per_window" or "planned"'
             )
         if self.memory_budget is None:
             if self.reduce_gradients == "planned":

@@ -81,7 +81,7 @@ def kept_gradient_bytes(trace: Trace, reductions: Iterable[int]) -> list[int]:
     Returns:
         One value per event, in bytes.
     """
-    size = {unit.name: unit.gradient_bytes for unit in trace.units}
+    size = {unit.name: unit.kept_gradient_bytes for unit in trace.units}
     reduced = set(reductions)
     change = [0] * (len(trace) + 1)
     kept: dict[str, int] = {}

@@ -174,11 +174,11 @@ def keep(
         for position in contributions(trace):
             name = trace[position].unit
             if name in last:
-                size = units[name].gradient_bytes
+                size, saved = units[name].kept_gradient_bytes, units[name].gradient_bytes
                 # What a backward adds to is there in the whole of it.
                 start = trace.ends[last[name]] + (0 if from_tail else 1)
                 gap = ((start, trace.ends[position] + 1),)
-                add(Item(size, size, gap), None, last[name], None)
+                add(Item(size, saved, gap), None, last[name], None)
             last[name] = position
     packing = pack(items, capacity)
     chosen = sorted(packing.taken)

@@ -5,10 +5,10 @@ From a budget (:func:`budgeted_room`), or from the memory that a recorded window
 are outside of both: whoever asks for them has the memory.
 
 What is recorded contains what the scheduler itself held while it recorded: units gathered on
-demand, their buffers, and the buffers of reductions. The first two are in use in any plan
-alike. What differs is the buffer of the reduction before, which stays until the next one:
-recorded, it is that of the last unit reduced; in a plan it may be that of any unit reduced so
-far. The reduced gradients' shards are counted as if none came later than recorded.
+demand, what was cast or copied for that, and the inputs of reductions. The first two are in use
+in any plan alike. What differs is the input of the reduction before, which stays until the next
+one: recorded, it is that of the last unit reduced; in a plan it may be that of any unit reduced
+so far. The reduced gradients' shards are counted as if none came later than recorded.
 """
 
 from __future__ import annotations
@@ -91,9 +91,9 @@ def recorded_room(trace: Trace, allocated: Sequence[int], peak: int, per_window:
 
 
 def reduction_buffers(trace: Trace) -> list[int]:
-    """Bytes of the buffer that the reduction before each event still holds.
+    """Bytes of the input that the reduction before each event still holds.
 
-    FSDP2 keeps the input of a reduce-scatter until the next one is issued. The event in which
+    The input of a reduce-scatter is kept until the next one is issued. The event in which
     a reduction is issued counts as holding it.
 
     Returns:

@@ -232,10 +232,10 @@ def resident_steps(outline: Outline, simulated: RankSimulation) -> tuple[tuple[i
         if position in reduced:
             if unit.name in kept:
                 kept.remove(unit.name)
-                changes[time] -= unit.gradient_bytes
+                changes[time] -= unit.kept_gradient_bytes
         elif unit.name not in kept:
             kept.add(unit.name)
-            changes[time] += unit.gradient_bytes
+            changes[time] += unit.kept_gradient_bytes
 
     steps: list[tuple[int, int]] = []
     resident = 0

@@ -342,8 +342,8 @@ def _memory(
     for unit in outline.carried:  # their last segments end with everything, but they stay
         parameters[stop] += size[unit].bytes
     for each in kept:
-        gradients[each.start] += size[each.unit].gradient_bytes
-        gradients[each.stop] -= size[each.unit].gradient_bytes
+        gradients[each.start] += size[each.unit].kept_gradient_bytes
+        gradients[each.stop] -= size[each.unit].kept_gradient_bytes
     times = {clock.boundary(position) for position in range(len(outline.trace) + 1)}
     result: list[Memory] = []
     now = Memory(0, 0, 0)

@@ -9,6 +9,7 @@ Supported: torch 2.11 to 2.14. On another torch the import fails and names the
 attribute that is missing.
 """
 
+from .accumulators import allocate, is_fresh, mark_written
 from .adoption import (
     ShardedModule,
     attach,
@@ -28,9 +29,12 @@ __all__ = [
     "Communication",
     "ShardedModule",
     "Unit",
+    "allocate",
     "attach",
     "detach",
     "find_sharded_modules",
+    "is_fresh",
+    "mark_written",
     "missing_private_names",
     "redirect_forward_methods",
     "require_detachable",

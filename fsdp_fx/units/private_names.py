@@ -12,6 +12,10 @@ import torch
 
 __all__ = [
     "PRIVATE_NAMES",
+    "AllReduceState",
+    "DDPMeshInfo",
+    "DefaultAllGather",
+    "DefaultReduceScatter",
     "FSDPCommContext",
     "FSDPMeshInfo",
     "FSDPModule",
@@ -20,8 +24,10 @@ __all__ = [
     "FSDPState",
     "FSDPStateContext",
     "ParamModuleInfo",
+    "ReduceScatterState",
     "ShardedState",
     "TrainingState",
+    "_get_gradient_divide_factors",
     "_get_module_fsdp_state",
     "_register_group_forward_hooks",
     "missing_private_names",
@@ -31,15 +37,26 @@ SUPPORTED_TORCH = "2.11 to 2.14"
 
 try:
     from torch.distributed.fsdp import FSDPModule
-    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, TrainingState
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+        DefaultAllGather,
+        DefaultReduceScatter,
+        _get_gradient_divide_factors,
+    )
+    from torch.distributed.fsdp._fully_shard._fsdp_common import (
+        DDPMeshInfo,
+        FSDPMeshInfo,
+        TrainingState,
+    )
     from torch.distributed.fsdp._fully_shard._fsdp_param import (
         FSDPParam,
         ParamModuleInfo,
         ShardedState,
     )
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import (
+        AllReduceState,
         FSDPCommContext,
         FSDPParamGroup,
+        ReduceScatterState,
     )
     from torch.distributed.fsdp._fully_shard._fsdp_state import (
         FSDPState,
@@ -86,6 +103,7 @@ PRIVATE_NAMES: dict[type, tuple[str | tuple[str, str], ...]] = {
         "fsdp_params",
         "comm_ctx",
         "device",
+        "device_handle",
         "mesh_info",
         "modules",
         "reduce_grads",
@@ -95,8 +113,19 @@ PRIVATE_NAMES: dict[type, tuple[str | tuple[str, str], ...]] = {
         "unshard_in_backward",
         "unshard_async_op",
         "post_forward_mesh_info",
+        "_all_gather_comm",
+        "_all_gather_process_group",
         "_all_gather_result",
+        "_all_reduce_hook",
+        "_all_reduce_state",
+        "_post_reduce_event",
+        "_reduce_scatter_comm",
+        "_reduce_scatter_process_group",
         "_sharded_state",
+        "_wait_for_post_backward",
+        "_with_fqn",
+        "force_sum_reduction_for_comms",
+        "gradient_divide_factor",
         "_orig_dtype",
         "_partial_reduce_output",
         "_post_forward_indices",
@@ -115,7 +144,15 @@ PRIVATE_NAMES: dict[type, tuple[str | tuple[str, str], ...]] = {
         "param_dtype",
         "orig_dtype",
         "reduce_dtype",
+        "all_gather_outputs",
+        "alloc_all_gather_outputs",
+        "fsdp_placement",
         "init_all_gather_outputs",
+        "is_dtensor",
+        "offload_to_cpu",
+        "sharded_size",
+        "to_sharded_dtensor",
+        "_get_grad_inner_tensor",
         "init_unsharded_param",
         "free_unsharded_param",
         "sharded_state",
@@ -130,6 +167,7 @@ PRIVATE_NAMES: dict[type, tuple[str | tuple[str, str], ...]] = {
         "all_gather_copy_in_stream",
         "all_gather_stream",
         "all_gather_state",
+        "all_reduce_stream",
         "post_forward_order",
         "reduce_scatter_stream",
         ("reduce_scatter_states", "reduce_scatter_state"),

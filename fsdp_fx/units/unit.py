@@ -25,6 +25,18 @@ from ..torch_internals import (
     outside_of_selective_checkpoints,
 )
 from ..trace import UnitSpec
+from .accumulators import is_fresh, mark_written, new_accumulator
+from .collectives import (
+    GatherInFlight,
+    Sharding,
+    finish_gather,
+    gather_in_place,
+    gather_obstacle,
+    reduce_in_place,
+    reduction_obstacle,
+    sharding_of,
+    wait_for_gather,
+)
 from .private_names import FSDPCommContext, FSDPParam, FSDPParamGroup, ShardedState, TrainingState
 
 __all__ = ["Communication", "Unit", "specify", "storage_key", "unit_of_tensor"]
@@ -151,12 +163,18 @@ class Unit:
 
     __slots__ = (
         "__weakref__",
+        "_abandoned",
         "_exposures",
+        "_gather",
         "_gathered_from",
         "_group",
+        "_home",
+        "_kept_dtype",
         "_parameter_index",
+        "_partial_in_place",
         "_partial_layout",
         "_required",
+        "_sharding",
         "_trainable",
         "collectives",
         "communication",
@@ -181,10 +199,18 @@ class Unit:
         self.unsharded = False
         self.contributed = False
         self._exposures = 0
+        self._sharding: Sharding | None = None
+        self._gather: GatherInFlight | None = None
+        # A gather on the CPU that was given up before it was done: it may write yet.
+        self._abandoned: GatherInFlight | None = None
+        # The stream that the full parameters' memory belongs to.
+        self._home: torch.Stream | None = None
         self._gathered_from: tuple[tuple[int, int, int], ...] | None = None
         self._parameter_index: dict[int, int] = {}
         # Indices of the parameters whose partial sums are outstanding.
         self._partial_layout: list[int] | None = None
+        self._partial_in_place = False
+        self._kept_dtype: torch.dtype | None = None
         self._trainable = self._trainable_now()
         # Indices of those that a forward of this window has used while they required one.
         self._required: set[int] = set()
@@ -222,10 +248,23 @@ class Unit:
                 "the group after the last step"
             )
         self._check_dtypes()
-        # FORWARD selects the gather streams. On the CPU there are none, and only an
-        # asynchronous collective lets compute go on meanwhile.
-        with group.use_training_state(TrainingState.FORWARD), _normal_tensors():
-            group.unshard(async_op=group.device.type == "cpu")
+        on_cpu = group.device.type == "cpu"
+        abandoned = self._abandoned.work if self._abandoned is not None else None
+        if abandoned is not None and abandoned.is_completed():
+            self._abandoned = None
+        # As long as that one may write, into a buffer; to the other ranks, which may gather in
+        # place, that is the same all-gather on the CPU.
+        with _normal_tensors():
+            if self._abandoned is None and not gather_obstacle(group, self.sharding):
+                self._materialise()
+                if not on_cpu:
+                    self._home = torch.accelerator.current_stream(group.device)
+                self._gather = gather_in_place(group, self.sharding)
+            else:
+                # FORWARD selects the gather streams. On the CPU there are none, and only an
+                # asynchronous collective lets compute go on meanwhile.
+                with group.use_training_state(TrainingState.FORWARD):
+                    group.unshard(async_op=on_cpu)
         self.in_flight = True
         self.collectives += 1
         if not self.spec.trainable:
@@ -265,20 +304,30 @@ class Unit:
         group = self.group
         if on_waiting is not None and group.device.type == "cpu":
             self._wait_patiently(on_waiting)
-        # PRE_BACKWARD gives the gather's buffer back right after the copy-out, where
-        # FORWARD would keep it until the next wait.
-        with group.use_training_state(TrainingState.PRE_BACKWARD), _normal_tensors():
-            group.wait_for_unshard()
+        if self._gather is not None:
+            finish_gather(group, self._gather)
+            self._gather = None
+        else:
+            if self._abandoned is not None:
+                wait_for_gather(group, self._abandoned)
+                self._abandoned = None
+            # PRE_BACKWARD gives the gather's buffer back right after the copy-out, where
+            # FORWARD would keep it until the next wait.
+            with group.use_training_state(TrainingState.PRE_BACKWARD), _normal_tensors():
+                group.wait_for_unshard()
+            if not self._parameter_index:
+                self._register_parameters()
+            if not self._exposures:
+                self._point_modules_at_sharded()
         self.in_flight = False
         self.unsharded = True
-        if not self._parameter_index:
-            self._register_parameters()
-        if not self._exposures:
-            self._point_modules_at_sharded()
 
     def _wait_patiently(self, on_waiting: Callable[[], None]) -> None:
         result = self.group._all_gather_result
-        work = result.all_gather_work if result is not None else None
+        if self._gather is not None:
+            work = self._gather.work
+        else:
+            work = result.all_gather_work if result is not None else None
         if work is None or work.is_completed():
             return
         while True:
@@ -299,6 +348,9 @@ class Unit:
             # Dropped whether or not the wait succeeds: a gather that failed must not be
             # waited for again.
             self.in_flight = False
+            gather, self._gather = self._gather, None
+            if gather is not None:
+                wait_for_gather(group, gather)
             result, group._all_gather_result = group._all_gather_result, None
             if result is not None:
                 if result.all_gather_event is not None and group.device.type != "cpu":
@@ -307,14 +359,44 @@ class Unit:
                     )
                 if result.all_gather_work is not None:
                     result.all_gather_work.wait()
+        if self._home is not None:
+            # Its memory goes back to a stream that may not be the one that has used it.
+            current = torch.accelerator.current_stream(group.device)
+            if current != self._home:
+                self._home.wait_stream(current)
+            self._home = None
         # What FSDP2's _to_sharded() does, without what the modules show: that is decided
         # by expose() and conceal(), and costs more than all the rest.
         for parameter in group.fsdp_params:
-            if hasattr(parameter, "_unsharded_param"):
+            if self._abandoned is None and hasattr(parameter, "_unsharded_param"):
                 parameter.free_unsharded_param()
             parameter.sharded_state = ShardedState.SHARDED
         group._sharded_state = ShardedState.SHARDED
         self.unsharded = False
+
+    def abandon(self) -> None:
+        """The unit's module is gone, and its memory with it, unless a gather still writes there."""
+        if self._gather is not None and self._gather.event is not None:
+            torch.accelerator.current_stream(self.communication.device).wait_event(
+                self._gather.event
+            )
+        self._gather = None
+        self.unsharded = self.in_flight = False
+
+    @property
+    def sharding(self) -> Sharding:
+        """How the unit is sharded, looked at once."""
+        if self._sharding is None:
+            self._sharding = sharding_of(self.group)
+        return self._sharding
+
+    @property
+    def obstacles(self) -> tuple[str | None, str | None]:
+        """Why the unit is not gathered, and not reduced, in place; None where it is."""
+        return (
+            gather_obstacle(self.group, self.sharding),
+            reduction_obstacle(self.group, self.sharding),
+        )
 
     # Which parameters the modules show
 
@@ -341,9 +423,12 @@ class Unit:
         self.free_at_release = False
         self._exposures = 0
         if self.in_flight and self.group.device.type == "cpu":
-            # Other ranks may never come to it. The process group keeps its buffers.
+            # Other ranks may never come to it. The process group keeps its buffers, and the
+            # full parameters that it writes to keep their memory.
             self.in_flight = False
             self.group._all_gather_result = None
+            if self._gather is not None:
+                self._abandoned, self._gather = self._gather, None
         self.free()
         self._point_modules_at_sharded()
         for parameter in self.group.fsdp_params:
@@ -451,8 +536,23 @@ class Unit:
         self._set_reduction_dtypes([p for p in group.fsdp_params if p.sharded_param.requires_grad])
         self._trainable = trainable
         before = self.spec
-        self.spec = specify(group, before.name, before.chunk, before.kept_after_forward)
+        self._specify()
         return self.spec != before
+
+    def keep_gradients_in(self, dtype: torch.dtype | None) -> None:
+        """Choose what full gradients are kept in between backwards.
+
+        Args:
+            dtype: a floating dtype, of every parameter's; None for each one's reduction dtype.
+        """
+        self._kept_dtype = dtype
+        self._specify()
+
+    def _specify(self) -> None:
+        before = self.spec
+        self.spec = specify(
+            self.group, before.name, before.chunk, before.kept_after_forward, self._kept_dtype
+        )
 
     def _trainable_now(self) -> tuple[bool, ...]:
         return tuple(p.sharded_param.requires_grad for p in self.group.fsdp_params)
@@ -564,6 +664,61 @@ class Unit:
                 unsharded.grad = unsharded.grad + gradient
         gradients.clear()
 
+    def gradient_dtype(self, parameter: torch.Tensor) -> torch.dtype:
+        """What the full gradient of an unsharded parameter is kept in until it is reduced."""
+        known = self.group.fsdp_params[self._parameter_index[storage_key(parameter)]]
+        return self._gradient_dtype(known)
+
+    def _gradient_dtype(self, parameter: FSDPParam) -> torch.dtype:
+        return (
+            self._kept_dtype
+            or parameter.reduce_dtype
+            or parameter.param_dtype
+            or parameter.orig_dtype
+        )
+
+    def accumulators(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The full gradients of some parameters, to be added to where they are.
+
+        Args:
+            parameters: unsharded parameters of this unit.
+
+        Returns:
+            A contiguous tensor of the shape of each, in :meth:`gradient_dtype`. What has no
+            gradient yet gets one that holds nothing (:mod:`fsdp_fx.units.accumulators`);
+            what has been frozen since its forward, one that nobody reads.
+        """
+        result = []
+        for tensor in parameters:
+            parameter = self.group.fsdp_params[self._parameter_index[storage_key(tensor)]]
+            if not parameter.sharded_param.requires_grad:
+                result.extend(self.scratch_gradients([tensor]))
+                continue
+            # What another path has left in `grad` is added when the gradients are kept or
+            # reduced: it may be the gradient of another parameter, too.
+            gradient = parameter.unsharded_accumulated_grad
+            if gradient is None:
+                gradient = new_accumulator(tensor.shape, self._gradient_dtype(parameter), tensor)
+            elif is_fresh(gradient) is None:
+                gradient = mark_written(gradient.contiguous())
+            parameter.unsharded_accumulated_grad = gradient
+            result.append(gradient)
+        return result
+
+    def drop_unwritten_gradients(self) -> None:
+        """Take back what :meth:`accumulators` has given and nothing was added to."""
+        for parameter in self.group.fsdp_params:
+            gradient = parameter.unsharded_accumulated_grad
+            if gradient is not None and is_fresh(gradient):
+                parameter.unsharded_accumulated_grad = None
+
+    def scratch_gradients(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """What :meth:`accumulators` gives, for gradients that are not to be kept."""
+        return [
+            new_accumulator(tensor.shape, self.gradient_dtype(tensor), tensor)
+            for tensor in parameters
+        ]
+
     def accumulates(self, parameter: torch.Tensor) -> bool | None:
         """Whether the autograd pass under way adds to the gradient of ``parameter``.
 
@@ -615,11 +770,20 @@ class Unit:
         self.collectives += 1
         group = self.group
         group.all_reduce_grads = all_reduce
+        in_place = (
+            self._partial_in_place
+            if self._partial_layout is not None
+            else not reduction_obstacle(group, self.sharding, layout)
+        )
         try:
-            group.post_backward()
+            if in_place:
+                reduce_in_place(group, layout, all_reduce)
+            else:
+                group.post_backward()
         finally:
             group.all_reduce_grads = True
             group._training_state = TrainingState.IDLE
+        self._partial_in_place = in_place
         self._partial_layout = layout if group._partial_reduce_output is not None else None
 
     def _complete_gradients(self) -> list[int]:
@@ -632,21 +796,23 @@ class Unit:
         parameters = group.fsdp_params
         for parameter in parameters:
             parameter.accumulate_unsharded_grad_if_needed()
-        # What was kept is in the reduction dtype; FSDP2 reduces no mixture.
+        # What was kept is in one dtype; FSDP2 reduces no mixture.
         kept = any(parameter.unsharded_accumulated_grad is not None for parameter in parameters)
         taking_part, indices = [], []
         for index, parameter in enumerate(parameters):
             if not hasattr(parameter, "_unsharded_param"):
                 continue
             if kept:
-                parameter.to_accumulated_grad_if_needed()
+                self._keep_gradient(parameter)
             unsharded = parameter._unsharded_param
             if unsharded.grad is None and parameter.unsharded_accumulated_grad is None:
                 if not (parameter.sharded_param.requires_grad or index in self._required):
                     continue
                 if kept:
                     parameter.unsharded_accumulated_grad = torch.zeros_like(
-                        unsharded, dtype=parameter.reduce_dtype, requires_grad=False
+                        unsharded,
+                        dtype=self._kept_dtype or parameter.reduce_dtype,
+                        requires_grad=False,
                     )
                 else:
                     unsharded.grad = torch.zeros_like(unsharded, requires_grad=False)
@@ -657,15 +823,22 @@ class Unit:
         return indices
 
     def keep_gradients(self) -> None:
-        """Accumulate the full gradients in the reduction dtype instead of reducing them."""
+        """Accumulate the full gradients in the dtype that they are kept in, and reduce nothing."""
         self._check_gradient_sync()
-        group = self.group
-        group.reduce_grads = False
-        try:
-            group.post_backward()
-        finally:
-            group.reduce_grads = True
-            group._training_state = TrainingState.IDLE
+        for parameter in self.group.fsdp_params:
+            parameter.accumulate_unsharded_grad_if_needed()
+            self._keep_gradient(parameter)
+
+    def _keep_gradient(self, parameter: FSDPParam) -> None:
+        """Bring what autograd has left of a gradient into the dtype that it is kept in."""
+        dtype = self._kept_dtype
+        if dtype is None:
+            parameter.to_accumulated_grad_if_needed()
+            return
+        gradient = parameter._unsharded_param.grad if self._parameter_index else None
+        if gradient is not None:
+            parameter.unsharded_accumulated_grad = gradient.to(dtype)
+            parameter._unsharded_param.grad = None
 
     def finish_reductions(self) -> None:
         """Make the current stream wait for this unit's reductions; a gather in flight stays."""
@@ -710,10 +883,14 @@ def _normal_tensors() -> contextlib.AbstractContextManager[object]:
 
 
 def specify(
-    group: FSDPParamGroup, name: str, chunk: str, kept_after_forward: bool = False
+    group: FSDPParamGroup,
+    name: str,
+    chunk: str,
+    kept_after_forward: bool = False,
+    kept_dtype: torch.dtype | None = None,
 ) -> UnitSpec:
     """The name and sizes of a unit, as plain data."""
-    elements = size = gradient = 0
+    elements = size = gradient = kept = 0
     trained = []
     for index, parameter in enumerate(group.fsdp_params):
         numel = parameter._orig_size.numel()
@@ -722,7 +899,9 @@ def specify(
         size += numel * dtype.itemsize
         if parameter.sharded_param.requires_grad:
             trained.append(index)
-            gradient += numel * (parameter.reduce_dtype or dtype).itemsize
+            reduced = parameter.reduce_dtype or dtype
+            gradient += numel * reduced.itemsize
+            kept += numel * (kept_dtype or reduced).itemsize
     return UnitSpec(
         name=name,
         chunk=chunk,
@@ -733,4 +912,5 @@ def specify(
         replicas=getattr(group.mesh_info, "replicate_mesh_size", 1),
         trained=tuple(trained),
         kept_after_forward=kept_after_forward,
+        kept_gradient_bytes=kept,
     )
