@@ -33,6 +33,7 @@ __all__ = [
     "inside_autograd_node",
     "inside_dispatch_mode",
     "inside_functorch_transform",
+    "is_shared",
     "outside_of_selective_checkpoints",
     "profiling",
     "queue_callback",
@@ -48,6 +49,7 @@ try:
     from torch._C import (
         _are_functorch_transforms_active,
         _len_torch_dispatch_stack,
+        _storage_Use_Count,
         _will_engine_execute_node,
     )
     from torch._C import _current_autograd_node as _autograd_node
@@ -87,6 +89,15 @@ def inside_dispatch_mode() -> bool:
 def inside_functorch_transform() -> bool:
     """Whether a transform of ``torch.func`` sees the operations that run now."""
     return bool(_are_functorch_transforms_active())
+
+
+def is_shared(tensor: torch.Tensor) -> bool:
+    """Whether anything but Python's own references holds a tensor or the memory that it is in.
+
+    A tensor that is a view shares its memory with the one that it is a view of.
+    """
+    storage = tensor.untyped_storage()  # one more user, besides the tensor
+    return tensor._use_count() > 1 or _storage_Use_Count(storage._cdata) > 2  # type: ignore[attr-defined]
 
 
 def profiling() -> bool:

@@ -63,6 +63,10 @@ def mixed(module: Any) -> None:
     module.bias = nn.Parameter(module.bias.bfloat16(), requires_grad=False)
 
 
+def complex_numbers(module: Any) -> None:
+    module.bias = nn.Parameter(torch.zeros(DIM, dtype=torch.complex64), requires_grad=False)
+
+
 def gather_of_ones_own(module: Any) -> None:
     module.set_custom_all_gather(CountedGather())
 
@@ -94,6 +98,8 @@ OBSTACLES: list[tuple[Any, Any, dict[str, Any], str, str | None]] = [
         "parameter 'weight' is sharded on dimension 1",
     ),
     (plain, plain, {"offload_policy": CPUOffloadPolicy(False)}, BOTH, "its shards are on the CPU"),
+    # These are not reduced and gathered by process groups, but the view of them as real.
+    (complex_numbers, plain, {}, BOTH, "parameter 'bias' is complex"),
     (mixed, plain, {}, "gather", "its parameters are gathered in float32 and bfloat16"),
     (plain, gather_of_ones_own, {}, "gather", "all-gathers go through CountedGather"),
     (plain, extended, {}, "gather", "parameter 'weight' is a tensor of its own kind"),

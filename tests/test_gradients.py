@@ -296,6 +296,114 @@ def test_kept_and_new_gradients_of_one_unit_are_reduced_in_one_dtype(ranks: Rank
     ranks(2).run(each, _kept_in_one_dtype, combinations(reduce=REDUCTIONS), timeout=LONG)
 
 
+def _kept_on_some_ranks(kept: torch.dtype, policy: MixedPrecisionPolicy) -> None:
+    """One rank keeps a unit's gradients where the other has none."""
+    torch.manual_seed(1)
+    chunk = Branches(*STACKS["skipped"])
+    pair = Pair(
+        chunk,
+        list(chunk.layers),
+        policy=policy,
+        reduce_gradients="per_window",
+        kept_gradient_dtype=kept,
+    )
+    for _ in range(2):
+        pair.window(branching)
+
+
+def test_gradients_kept_in_another_dtype_are_reduced_in_their_own(ranks: RankPools) -> None:
+    cases = combinations(
+        kept=(torch.bfloat16, torch.float32, torch.float64),
+        # Without a reduction dtype FSDP2 reduces in the dtype of what it is given.
+        policy=(MixedPrecisionPolicy(torch.bfloat16), POLICIES["bf16"]),
+    )
+    ranks(2).run(each, _kept_on_some_ranks, cases, timeout=LONG)
+
+
+class Added(nn.Module):
+    """A layer that adds parameters: one tensor is the gradient of two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = (nn.Parameter(torch.randn(DIM, DIM) / DIM) for _ in range(2))
+        self.first, self.second = (nn.Parameter(torch.zeros(DIM)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x @ (self.left + self.right) + self.first + self.second)
+
+
+class Shift(nn.Module):
+    """A layer whose gradient is that of the next one too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(DIM))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.shift
+
+
+def _one_gradient_of_two(kept: torch.dtype | None, compiled: str) -> None:
+    torch.manual_seed(1)
+    chunk = nn.Sequential(Added(), Shift(), Shift(), Added())
+    pair = Pair(
+        chunk,
+        list(chunk),
+        compiled=True,
+        reduce_gradients="per_window",
+        kept_gradient_dtype=kept,
+    )
+    ways = iter(range(10**6))
+
+    def run(model: Any, x: torch.Tensor) -> None:
+        if model is pair.model and compiled[next(ways) % len(compiled)] == "e":
+            model = pair.chunk
+        once(model, x)
+
+    for _ in range(2):
+        pair.window(run, microbatches=4)
+
+
+def test_gradient_of_two_parameters_is_added_to_as_that_of_each(ranks: RankPools) -> None:
+    cases = combinations(kept=(None, torch.float32), compiled=("c", "ce", "ec", "ccee"))
+    ranks(2).run(each, _one_gradient_of_two, cases, timeout=LONG)
+
+
+class Position(nn.Module):
+    """A layer whose gradient is that of its input too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.position = nn.Parameter(torch.zeros(4, DIM))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x + self.position) * 2
+
+
+def _gradient_of_an_input(kept: torch.dtype | None) -> None:
+    torch.manual_seed(1)
+    chunk = Position()
+    pair = Pair(chunk, compiled=True, reduce_gradients="per_window", kept_gradient_dtype=kept)
+    for _ in range(2):
+        gradients = []
+        for scale in (1.0, 2.0, 4.0):
+            x = torch.ones(4, DIM, requires_grad=True)
+            (pair.model(x) * scale).sum().backward()
+            assert x.grad is not None
+            gradients.append(x.grad)
+        pair.context.finish_grad_sync()
+        for gradient, scale in zip(gradients, (1.0, 2.0, 4.0), strict=True):
+            assert torch.equal(gradient, torch.full_like(gradient, 2 * scale))
+        found = chunk.position.grad
+        assert found is not None
+        assert torch.equal(found.full_tensor(), torch.full((4, DIM), 14.0))  # type: ignore[attr-defined]
+        chunk.zero_grad()
+
+
+def test_gradient_of_an_input_is_not_added_to_with_a_parameter_s(ranks: RankPools) -> None:
+    ranks(2).run(each, _gradient_of_an_input, combinations(kept=(None, torch.float32)))
+
+
 def _inputs_only(stack: str, reduce: str) -> None:
     torch.manual_seed(1)
     chunk = Branches(*STACKS[stack])

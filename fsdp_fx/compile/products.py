@@ -94,8 +94,9 @@ def accumulate_products(
 ) -> tuple[fx.GraphModule, tuple[str, ...]]:
     """Lets the products in a backward graph add to the gradients that they are.
 
-    A gradient fits if it is one ``aten.mm``, be it transposed or cast, that nothing else
-    reads.
+    A gradient fits if it is one ``aten.mm``, be it transposed, that nothing else reads. One
+    that is cast (autocast) is left: without the cast Inductor orders operators so that
+    activations live longer.
 
     Args:
         gm: a backward graph of AOTAutograd, with its gradients marked; it is left as it is.
@@ -168,12 +169,9 @@ def _product_of(gradient: Any, parameter: fx.Node) -> _Product | None:
         source = node.args[0] if node.args else None
         if not isinstance(source, fx.Node) or not _is_matrix(source):
             return None
-        if node.target in _CASTS:
-            if not _is_float(node) or _device(node) != _device(source):
-                return None
-        elif node.target not in _VIEWS:
+        if node.target not in _VIEWS:
             return None
-        elif _transposes(node):
+        if _transposes(node):
             transposed = not transposed
         elif _shape(node) != _shape(source):
             return None
@@ -181,7 +179,6 @@ def _product_of(gradient: Any, parameter: fx.Node) -> _Product | None:
     return None
 
 
-_CASTS = frozenset({_aten._to_copy.default, torch.ops.prims.convert_element_type.default})
 _TRANSPOSING = frozenset({_aten.t.default, _aten.permute.default, _aten.transpose.int})
 _VIEWS = _TRANSPOSING | {
     _aten.alias.default,
@@ -215,11 +212,6 @@ def _shape(node: fx.Node) -> tuple[Any, ...]:
 def _is_matrix(node: fx.Node) -> bool:
     value = node.meta.get("val")
     return isinstance(value, torch.Tensor) and value.dim() == 2
-
-
-def _device(node: fx.Node) -> torch.device:
-    device: torch.device = node.meta["val"].device
-    return device
 
 
 def _is_float(node: fx.Node) -> bool:

@@ -127,6 +127,8 @@ def _uneven(parameter: FSDPParam, ranks: int, name: str) -> str | None:
         return f"parameter {name!r} has {parameter._orig_size[0]} rows for {ranks} ranks"
     if not parameter._orig_size.numel():
         return f"parameter {name!r} is empty"
+    if parameter.orig_dtype.is_complex:
+        return f"parameter {name!r} is complex"
     if parameter.offload_to_cpu:
         return "its shards are on the CPU"
     return None

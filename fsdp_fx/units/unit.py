@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from ..torch_internals import (
     accumulates_gradient,
     inside_dispatch_mode,
+    is_shared,
     outside_of_selective_checkpoints,
 )
 from ..trace import UnitSpec
@@ -658,10 +659,13 @@ class Unit:
             if not parameter.sharded_param.requires_grad:
                 continue  # frozen since the forward: autograd would add nothing either
             unsharded = parameter._unsharded_param
-            if unsharded.grad is None:
-                unsharded.grad = gradient
-            else:
+            if unsharded.grad is not None:
                 unsharded.grad = unsharded.grad + gradient
+            elif is_shared(gradient):
+                # One value may be the gradient of two parameters; each is added to by itself.
+                unsharded.grad = gradient.clone()
+            else:
+                unsharded.grad = gradient
         gradients.clear()
 
     def gradient_dtype(self, parameter: torch.Tensor) -> torch.dtype:
@@ -700,6 +704,8 @@ class Unit:
             if gradient is None:
                 gradient = new_accumulator(tensor.shape, self._gradient_dtype(parameter), tensor)
             elif is_fresh(gradient) is None:
+                foreign = self._kept_dtype is not None
+                gradient = gradient.clone() if foreign else gradient
                 gradient = mark_written(gradient.contiguous())
             parameter.unsharded_accumulated_grad = gradient
             result.append(gradient)
@@ -795,7 +801,7 @@ class Unit:
         group = self.group
         parameters = group.fsdp_params
         for parameter in parameters:
-            parameter.accumulate_unsharded_grad_if_needed()
+            self._add_to_kept_gradient(parameter)
         # What was kept is in one dtype; FSDP2 reduces no mixture.
         kept = any(parameter.unsharded_accumulated_grad is not None for parameter in parameters)
         taking_part, indices = [], []
@@ -816,17 +822,28 @@ class Unit:
                     )
                 else:
                     unsharded.grad = torch.zeros_like(unsharded, requires_grad=False)
+            if self._kept_dtype is not None:
+                self._cast_kept_gradient(parameter)
             taking_part.append(parameter)
             indices.append(index)
         if any(parameter.orig_dtype != group._orig_dtype for parameter in taking_part):
             self._set_reduction_dtypes(taking_part)  # unfrozen in the middle of a window
         return indices
 
+    @staticmethod
+    def _cast_kept_gradient(parameter: FSDPParam) -> None:
+        # Where there is no reduction dtype, what is reduced is so in the dtype that it has:
+        # on every rank the same, be there anything kept or not.
+        gradient = parameter.unsharded_accumulated_grad
+        if gradient is not None and parameter.reduce_dtype is None:
+            own = parameter.param_dtype or parameter.orig_dtype
+            parameter.unsharded_accumulated_grad = gradient.to(own)
+
     def keep_gradients(self) -> None:
         """Accumulate the full gradients in the dtype that they are kept in, and reduce nothing."""
         self._check_gradient_sync()
         for parameter in self.group.fsdp_params:
-            parameter.accumulate_unsharded_grad_if_needed()
+            self._add_to_kept_gradient(parameter)
             self._keep_gradient(parameter)
 
     def _keep_gradient(self, parameter: FSDPParam) -> None:
@@ -837,8 +854,22 @@ class Unit:
             return
         gradient = parameter._unsharded_param.grad if self._parameter_index else None
         if gradient is not None:
-            parameter.unsharded_accumulated_grad = gradient.to(dtype)
+            kept = gradient.to(dtype)
+            # Another parameter, or an input, may have the same memory for its gradient.
+            kept = gradient.detach() if kept is gradient else mark_written(kept)
+            parameter.unsharded_accumulated_grad = kept
             parameter._unsharded_param.grad = None
+
+    def _add_to_kept_gradient(self, parameter: FSDPParam) -> None:
+        """Add what autograd has left of a gradient to what is kept of it."""
+        kept = parameter.unsharded_accumulated_grad
+        gradient = parameter._unsharded_param.grad if kept is not None else None
+        if kept is None or gradient is None or self._kept_dtype is None or is_fresh(kept) is False:
+            parameter.accumulate_unsharded_grad_if_needed()
+            return
+        total = (kept + gradient).to(self._kept_dtype)  # into new memory: see _keep_gradient
+        parameter.unsharded_accumulated_grad = mark_written(total)
+        parameter._unsharded_param.grad = None
 
     def finish_reductions(self) -> None:
         """Make the current stream wait for this unit's reductions; a gather in flight stays."""
