@@ -954,7 +954,9 @@ def test_timed_lookahead_on_one_rank_is_refused_at_the_opening() -> None:
         twin.run("F0")
 
 
-@pytest.mark.parametrize("budget", [-1, 1.5, True, "lots", "auto+", "auto+4", "auto+4GB", "4GiB", [1]])
+@pytest.mark.parametrize(
+    "budget", [-1, 1.5, True, "lots", "auto+", "auto+4", "auto+4GB", "4GiB", [1]]
+)
 def test_what_is_no_number_of_bytes_is_refused(budget: Any) -> None:
     with pytest.raises(
         ValueError, match=f"memory_budget={re.escape(repr(budget))} is not a number"
