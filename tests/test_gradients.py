@@ -337,7 +337,7 @@ class Shift(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.shift = nn.Parameter(torch.zeros(DIM))
+        self.shift = nn.Parameter(torch.zeros_like(batch(0, 0)))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.shift
@@ -367,41 +367,6 @@ def _one_gradient_of_two(kept: torch.dtype | None, compiled: str) -> None:
 def test_gradient_of_two_parameters_is_added_to_as_that_of_each(ranks: RankPools) -> None:
     cases = combinations(kept=(None, torch.float32), compiled=("c", "ce", "ec", "ccee"))
     ranks(2).run(each, _one_gradient_of_two, cases, timeout=LONG)
-
-
-class Position(nn.Module):
-    """A layer whose gradient is that of its input too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.position = nn.Parameter(torch.zeros(4, DIM))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (x + self.position) * 2
-
-
-def _gradient_of_an_input(kept: torch.dtype | None) -> None:
-    torch.manual_seed(1)
-    chunk = Position()
-    pair = Pair(chunk, compiled=True, reduce_gradients="per_window", kept_gradient_dtype=kept)
-    for _ in range(2):
-        gradients = []
-        for scale in (1.0, 2.0, 4.0):
-            x = torch.ones(4, DIM, requires_grad=True)
-            (pair.model(x) * scale).sum().backward()
-            assert x.grad is not None
-            gradients.append(x.grad)
-        pair.context.finish_grad_sync()
-        for gradient, scale in zip(gradients, (1.0, 2.0, 4.0), strict=True):
-            assert torch.equal(gradient, torch.full_like(gradient, 2 * scale))
-        found = chunk.position.grad
-        assert found is not None
-        assert torch.equal(found.full_tensor(), torch.full((4, DIM), 14.0))  # type: ignore[attr-defined]
-        chunk.zero_grad()
-
-
-def test_gradient_of_an_input_is_not_added_to_with_a_parameter_s(ranks: RankPools) -> None:
-    ranks(2).run(each, _gradient_of_an_input, combinations(kept=(None, torch.float32)))
 
 
 def _inputs_only(stack: str, reduce: str) -> None:

@@ -39,7 +39,7 @@ def _train(
     which: tuple[int, ...] | None = None,
 ) -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    size = Size(width=16, layers=2, rows=1, length=6)
+    size = Size(width=16, layers=1, rows=1, length=6)
     training = Training(torch.device("cpu"), mesh, size, policy, dist.get_rank())
     all_lives = lives(stretches, "cpu", policy)
     chosen = all_lives if which is None else [all_lives[index] for index in which]

@@ -24,6 +24,7 @@ belong to the reduction stream, and live as long as the gradients that are views
 from __future__ import annotations
 
 import contextlib
+import datetime
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -53,6 +54,7 @@ from .private_names import (
 __all__ = [
     "GatherInFlight",
     "Sharding",
+    "ends_within",
     "finish_gather",
     "gather_in_place",
     "gather_obstacle",
@@ -253,6 +255,17 @@ def wait_for_gather(group: FSDPParamGroup, gather: GatherInFlight) -> None:
         device.current_stream().wait_event(gather.event)
     if gather.work is not None:
         gather.work.wait()
+
+
+def ends_within(gather: GatherInFlight, time: datetime.timedelta) -> bool:
+    """Whether a gather on the CPU ends, be it with an error, in ``time``, which is waited for."""
+    assert gather.work is not None
+    if not gather.work.is_completed():
+        try:
+            gather.work.wait(time)
+        except RuntimeError:  # not done yet, or failed
+            return gather.work.is_completed()
+    return True
 
 
 def finish_gather(group: FSDPParamGroup, gather: GatherInFlight) -> None:

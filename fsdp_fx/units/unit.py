@@ -30,6 +30,7 @@ from .accumulators import is_fresh, mark_written, new_accumulator
 from .collectives import (
     GatherInFlight,
     Sharding,
+    ends_within,
     finish_gather,
     gather_in_place,
     gather_obstacle,
@@ -43,6 +44,7 @@ from .private_names import FSDPCommContext, FSDPParam, FSDPParamGroup, ShardedSt
 __all__ = ["Communication", "Unit", "specify", "storage_key", "unit_of_tensor"]
 
 _PATIENCE = datetime.timedelta(seconds=4)
+_PARTING = datetime.timedelta(seconds=1)
 
 
 def storage_key(tensor: torch.Tensor) -> int:
@@ -425,11 +427,12 @@ class Unit:
         self._exposures = 0
         if self.in_flight and self.group.device.type == "cpu":
             # Other ranks may never come to it. The process group keeps its buffers, and the
-            # full parameters that it writes to keep their memory.
+            # full parameters that it writes to keep their memory, unless it ends soon.
             self.in_flight = False
             self.group._all_gather_result = None
-            if self._gather is not None:
-                self._abandoned, self._gather = self._gather, None
+            gather, self._gather = self._gather, None
+            if gather is not None and not ends_within(gather, _PARTING):
+                self._abandoned = gather
         self.free()
         self._point_modules_at_sharded()
         for parameter in self.group.fsdp_params:
@@ -704,8 +707,6 @@ class Unit:
             if gradient is None:
                 gradient = new_accumulator(tensor.shape, self._gradient_dtype(parameter), tensor)
             elif is_fresh(gradient) is None:
-                foreign = self._kept_dtype is not None
-                gradient = gradient.clone() if foreign else gradient
                 gradient = mark_written(gradient.contiguous())
             parameter.unsharded_accumulated_grad = gradient
             result.append(gradient)
@@ -801,7 +802,7 @@ class Unit:
         group = self.group
         parameters = group.fsdp_params
         for parameter in parameters:
-            self._add_to_kept_gradient(parameter)
+            parameter.accumulate_unsharded_grad_if_needed()
         # What was kept is in one dtype; FSDP2 reduces no mixture.
         kept = any(parameter.unsharded_accumulated_grad is not None for parameter in parameters)
         taking_part, indices = [], []
@@ -843,7 +844,7 @@ class Unit:
         """Accumulate the full gradients in the dtype that they are kept in, and reduce nothing."""
         self._check_gradient_sync()
         for parameter in self.group.fsdp_params:
-            self._add_to_kept_gradient(parameter)
+            parameter.accumulate_unsharded_grad_if_needed()
             self._keep_gradient(parameter)
 
     def _keep_gradient(self, parameter: FSDPParam) -> None:
@@ -854,22 +855,10 @@ class Unit:
             return
         gradient = parameter._unsharded_param.grad if self._parameter_index else None
         if gradient is not None:
-            kept = gradient.to(dtype)
-            # Another parameter, or an input, may have the same memory for its gradient.
-            kept = gradient.detach() if kept is gradient else mark_written(kept)
-            parameter.unsharded_accumulated_grad = kept
+            # Detached, so that it is seen to share its memory if it is not a copy: a graph may
+            # have it for the gradient of another unit's parameter, which comes later.
+            parameter.unsharded_accumulated_grad = gradient.to(dtype).detach()
             parameter._unsharded_param.grad = None
-
-    def _add_to_kept_gradient(self, parameter: FSDPParam) -> None:
-        """Add what autograd has left of a gradient to what is kept of it."""
-        kept = parameter.unsharded_accumulated_grad
-        gradient = parameter._unsharded_param.grad if kept is not None else None
-        if kept is None or gradient is None or self._kept_dtype is None or is_fresh(kept) is False:
-            parameter.accumulate_unsharded_grad_if_needed()
-            return
-        total = (kept + gradient).to(self._kept_dtype)  # into new memory: see _keep_gradient
-        parameter.unsharded_accumulated_grad = mark_written(total)
-        parameter._unsharded_param.grad = None
 
     def finish_reductions(self) -> None:
         """Make the current stream wait for this unit's reductions; a gather in flight stays."""
