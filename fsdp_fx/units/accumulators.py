@@ -21,6 +21,7 @@ _FRESH = "_fsdp_fx_fresh"
 
 def new_accumulator(shape: torch.Size, dtype: torch.dtype, like: torch.Tensor) -> torch.Tensor:
     """A buffer that holds nothing yet, where ``like`` is."""
+    # There is no way to a shape without memory but to give the memory back.
     buffer = torch.empty(shape, dtype=dtype, device=like.device)
     buffer.untyped_storage().resize_(0)
     setattr(buffer, _FRESH, True)
