@@ -410,6 +410,9 @@ class Agreement:
     def check(self, aborts: bool = True) -> None:
         """See whether another rank has found out that the ranks differ.
 
+        A rank that has called abort() is not told that ranks waited for it in the window that
+        it discarded: it has done what that asks for.
+
         Args:
             aborts: whether to look for ranks that have discarded this window, too.
 
@@ -418,9 +421,12 @@ class Agreement:
         """
         for place in (self._place(0), self._place(1), self._discarded):
             key = f"disagreement/{place}"
-            if place not in (None, self._told) and self._store.check([key]):
+            if place in (None, self._told) or not self._store.check([key]):
+                continue
+            verdict = self._store.get(key).decode()
+            if place != self._discarded or not verdict.endswith(_ABORT):
                 self._told = place
-                raise RanksDisagreeError(self._store.get(key).decode())
+                raise RanksDisagreeError(verdict)
         key = f"aborted/{self._place(0)}"
         if aborts and self._store.check([key]):
             aborted = self._store.get(key).decode()

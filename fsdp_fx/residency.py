@@ -10,6 +10,7 @@ It knows no order: when something is gathered or freed is the program's decision
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -17,6 +18,8 @@ from .metering import Meter
 from .units import Unit
 
 __all__ = ["Residency", "Stats"]
+
+_PARTING = 1.0  # seconds
 
 
 @dataclass
@@ -199,12 +202,13 @@ class Residency:
 
     def reset(self, units: Sequence[Unit]) -> None:
         """Free every unit whoever uses it, and drop gradients that are not reduced."""
+        deadline = time.monotonic() + _PARTING
         for unit in units:
             if unit.unsharded or unit.in_flight:
                 self.stats.frees += 1
                 self.stats.resident_bytes -= unit.spec.bytes
             self.stats.kept_gradient_bytes -= self._kept.pop(unit, 0)
-            unit.reset()
+            unit.reset(deadline)
 
     def forget(self, unit: Unit) -> None:
         """The unit's module is gone, and its memory with it."""

@@ -584,11 +584,54 @@ def test_rank_that_waits_in_a_window_that_another_has_discarded_raises() -> None
         assert aborted.wait(10)
         agreement.check()
 
-    raised = run_ranks(aborts, waits)
-    assert raised[0] == raised[1]
+    raised = run_ranks(aborts, waits, timeout=1.0)
     assert (
-        "rank 0 has discarded its window with abort(), and rank 1 waits for it there" in raised[0]
+        "rank 0 has discarded its window with abort(), and rank 1 waits for it there" in (raised[1])
     )
+    assert "the ranks disagree: rank 0 goes on after abort()" in raised[0]
+    assert "and rank 1 did not within 1 s" in raised[0]
+
+
+def test_rank_that_has_discarded_its_window_waits_for_one_that_was_told_to() -> None:
+    aborted = threading.Event()
+
+    def aborts(agreement: Agreement) -> None:
+        agreement.abort()
+        aborted.set()
+        agreement.begin()
+        agreement.resume(("c0.a 3 times",))
+        agreement.check()
+
+    def waits(agreement: Agreement) -> None:
+        assert aborted.wait(10)
+        with pytest.raises(RanksDisagreeError, match="Call abort"):
+            agreement.check()
+        time.sleep(0.3)  # the other one looks many times meanwhile
+        agreement.abort()
+        agreement.begin()
+        agreement.resume(("c0.a 3 times",))
+        agreement.check()
+
+    assert run_ranks(aborts, waits) == ["", ""]
+
+
+def test_rank_that_has_discarded_its_window_is_told_what_else_was_wrong_in_it() -> None:
+    aborted = threading.Event()
+
+    def aborts(agreement: Agreement) -> None:
+        agreement.record("c0.a F0")
+        agreement.abort()
+        aborted.set()
+        agreement.begin()
+        agreement.resume(("c0.a 3 times",))
+
+    def differs(agreement: Agreement) -> None:
+        assert aborted.wait(10)
+        agreement.record("c0.b F0")
+
+    raised = run_ranks(aborts, differs)
+    assert raised[0] == raised[1]
+    assert "event 0 written down" in raised[0]
 
 
 def test_rank_that_closes_after_the_process_with_the_store_has_ended_closes() -> None:

@@ -1,6 +1,6 @@
 """What the benchmark measures: the orders that it runs, and how it counts and shows.
 
-The measuring itself needs a GPU: tests/gpu/test_benchmark.py.
+The measuring itself needs a GPU: tests/gpu/test_benchmark_gpu.py.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -432,11 +433,11 @@ def test_gather_that_was_given_up_before_the_other_rank_came_writes_nothing_late
     module = nn.Linear(DIM, DIM)
     unit = unit_of(module)
     expected = [parameter.detach() for parameter in reference.parameters()]
-    for late in (0, 1):
+    for late, waits in itertools.product((0, 1), (0.0, 0.1, 10.0)):
         if dist.get_rank() == late:
             time.sleep(0.3)
         unit.gather()
-        unit.reset()
+        unit.reset(time.monotonic() + waits)
         assert (unit.in_flight, unit.unsharded) == (False, False)
         unit.gather()
         unit.wait()

@@ -263,8 +263,12 @@ def test_what_is_added_up_in_a_product(case: str) -> None:
     everything = {**given, **dict(zip(accumulators, lent, strict=True))}
     mine = Unmarked(changed).run(*(everything[name] for name in placeholders))
     wanted = Unmarked(graph.gm).run(*given.values())
+    # A product is added up as the gradient is laid out. Of one that was transposed afterwards
+    # the operands change places, and a BLAS library may add up what they give in another order.
+    tolerance = 1e-5 if case == "transposed" else 0.0
     for one, other in zip(mine, wanted, strict=True):
-        assert one is other or torch.equal(one.to(other.dtype), other)
+        if one is not other:
+            torch.testing.assert_close(one.to(other.dtype), other, rtol=tolerance, atol=tolerance)
 
 
 def test_only_gradients_that_may_be_added_to_are() -> None:

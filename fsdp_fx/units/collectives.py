@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -54,7 +55,7 @@ from .private_names import (
 __all__ = [
     "GatherInFlight",
     "Sharding",
-    "ends_within",
+    "ends_by",
     "finish_gather",
     "gather_in_place",
     "gather_obstacle",
@@ -257,15 +258,21 @@ def wait_for_gather(group: FSDPParamGroup, gather: GatherInFlight) -> None:
         gather.work.wait()
 
 
-def ends_within(gather: GatherInFlight, time: datetime.timedelta) -> bool:
-    """Whether a gather on the CPU ends, be it with an error, in ``time``, which is waited for."""
+def ends_by(gather: GatherInFlight, deadline: float) -> bool:
+    """Whether a gather on the CPU has ended, be it with an error.
+
+    Args:
+        gather: the gather.
+        deadline: until which ``time.monotonic()`` to wait for it.
+    """
     assert gather.work is not None
-    if not gather.work.is_completed():
+    left = deadline - time.monotonic()
+    if left > 0 and not gather.work.is_completed():
         try:
-            gather.work.wait(time)
+            gather.work.wait(datetime.timedelta(seconds=left))
         except RuntimeError:  # not done yet, or failed
             return gather.work.is_completed()
-    return True
+    return gather.work.is_completed()
 
 
 def finish_gather(group: FSDPParamGroup, gather: GatherInFlight) -> None:

@@ -30,7 +30,7 @@ from .accumulators import is_fresh, mark_written, new_accumulator
 from .collectives import (
     GatherInFlight,
     Sharding,
-    ends_within,
+    ends_by,
     finish_gather,
     gather_in_place,
     gather_obstacle,
@@ -44,7 +44,6 @@ from .private_names import FSDPCommContext, FSDPParam, FSDPParamGroup, ShardedSt
 __all__ = ["Communication", "Unit", "specify", "storage_key", "unit_of_tensor"]
 
 _PATIENCE = datetime.timedelta(seconds=4)
-_PARTING = datetime.timedelta(seconds=1)
 
 
 def storage_key(tensor: torch.Tensor) -> int:
@@ -420,8 +419,12 @@ class Unit:
         if self._exposures == 0:
             self._point_modules_at_sharded()
 
-    def reset(self) -> None:
-        """Forget every hold and exposure and drop the gradients that are not reduced yet."""
+    def reset(self, deadline: float = 0.0) -> None:
+        """Forget every hold and exposure and drop the gradients that are not reduced yet.
+
+        Args:
+            deadline: until which ``time.monotonic()`` to wait for a gather in flight on the CPU.
+        """
         self.holds = 0
         self.free_at_release = False
         self._exposures = 0
@@ -431,7 +434,7 @@ class Unit:
             self.in_flight = False
             self.group._all_gather_result = None
             gather, self._gather = self._gather, None
-            if gather is not None and not ends_within(gather, _PARTING):
+            if gather is not None and not ends_by(gather, deadline):
                 self._abandoned = gather
         self.free()
         self._point_modules_at_sharded()
