@@ -50,7 +50,7 @@ class Unit:
         self._note("free")
         self.in_flight = self.unsharded = False
 
-    def reset(self) -> None:
+    def reset(self, deadline: float = 0.0) -> None:
         self.holds = 0
         self.free_at_release = self.in_flight = self.unsharded = False
         self.contributed = self.has_gradients = False
