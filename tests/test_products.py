@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -339,9 +340,13 @@ class Block(nn.Module):
 
 @contextlib.contextmanager
 def spying() -> Iterator[Counter[str]]:
-    """How many gradients are lent to products: new ones, those that are there, and for nothing."""
+    """How many gradients are lent to products: new ones, those that are there, and for nothing.
+
+    And those that are reduced at once, in bf16.
+    """
     seen: Counter[str] = Counter()
     accumulators, scratch = Unit.accumulators, Unit.scratch_gradients
+    transient = Unit.transient_gradients
 
     def spy(unit: Unit, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         lent = accumulators(unit, parameters)
@@ -352,11 +357,18 @@ def spying() -> Iterator[Counter[str]]:
         seen["scratch"] += len(parameters)
         return scratch(unit, parameters)
 
-    Unit.accumulators, Unit.scratch_gradients = spy, spy_scratch  # type: ignore[method-assign]
-    try:
+    def spy_transient(unit: Unit, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        lent = transient(unit, parameters)
+        if small := sum(gradient.dtype is torch.bfloat16 for gradient in lent):
+            seen["transient"] += small
+        return lent
+
+    with (
+        mock.patch.object(Unit, "accumulators", spy),
+        mock.patch.object(Unit, "scratch_gradients", spy_scratch),
+        mock.patch.object(Unit, "transient_gradients", spy_transient),
+    ):
         yield seen
-    finally:
-        Unit.accumulators, Unit.scratch_gradients = accumulators, scratch  # type: ignore[method-assign]
 
 
 @dataclass
@@ -455,7 +467,7 @@ def _windows() -> None:
                 step or options["reduce_gradients"] == "per_window"
             )
             assert seen == (
-                {"new": WEIGHTS, "there": 2 * WEIGHTS} if kept else {"new": 3 * WEIGHTS}
+                {"new": WEIGHTS, "there": 2 * WEIGHTS} if kept else {"transient": 3 * WEIGHTS}
             ), f"{policy} {options} step {step}: {seen}"
             with spying() as seen:
                 wanted = runs[1].window()
@@ -546,12 +558,14 @@ def test_gradients_of_a_backward_that_failed_are_gone(ranks: RankPools) -> None:
     ranks(2).run(_failures, timeout=LONG)
 
 
-def _other_ways() -> None:
+def _other_ways(reduce_gradients: str) -> None:
     for policy in ("fp32", "bf16"):
         runs = [
-            Run(accumulate, policy, options={"reduce_gradients": "per_window"})
+            Run(accumulate, policy, options={"reduce_gradients": reduce_gradients})
             for accumulate in (True, False)
         ]
+        kept = reduce_gradients == "per_window"
+        new = "new" if kept or policy == "fp32" else "transient"
 
         def same(
             what: Callable[[Run], Any], runs: Sequence[Run] = runs
@@ -569,7 +583,7 @@ def _other_ways() -> None:
             return [gradient, *run.close()]
 
         _, seen = same(gradient_of_inputs)
-        assert seen == {"new": 4, "there": 4, "scratch": 4}
+        assert seen == ({new: 4, "there": 4, "scratch": 4} if kept else {new: 8, "scratch": 4})
 
         def frozen_in_between(run: Run) -> list[torch.Tensor | None]:
             run.forward().backward()
@@ -599,8 +613,11 @@ def _other_ways() -> None:
         same(lambda run: run.window())
 
 
-def test_other_ways_to_gradients_add_up_with_products(ranks: RankPools) -> None:
-    ranks(2).run(_other_ways, timeout=LONG)
+@pytest.mark.parametrize("reduce_gradients", ["per_window", "per_backward"])
+def test_other_ways_to_gradients_add_up_with_products(
+    ranks: RankPools, reduce_gradients: str
+) -> None:
+    ranks(2).run(_other_ways, reduce_gradients, timeout=LONG)
 
 
 def _inductor() -> None:

@@ -165,6 +165,7 @@ class HostGraph(fx.GraphModule):
             "reduce": lambda unit, _, size: f"{unit}, {size} of gradients: reduce",
             "keep_gradients": lambda unit, _, size: f"{unit}, {size} of gradients: keep full",
             "accumulators": lambda unit, *_: f"{unit}: gradients that products are added to",
+            "transient_gradients": lambda unit, *_: f"{unit}: gradients that products write",
             "scratch_gradients": lambda unit, *_: f"{unit}: gradients that nobody asks for",
             "add_gradients": lambda unit, *_: f"{unit}: gradients are there",
         }

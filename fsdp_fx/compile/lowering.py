@@ -154,7 +154,10 @@ def lower(
                 slot, parameter = lent_by[name]
                 wanted.setdefault(slot, []).append((parameter, name))
         for slot, pairs in wanted.items():
-            method = "accumulators" if keeps_gradients else "scratch_gradients"
+            if not keeps_gradients:
+                method = "scratch_gradients"
+            else:
+                method = "transient_gradients" if slot in reduced_at_once else "accumulators"
             parameters = [values[parameter] for parameter, _ in pairs]
             lent = graph.call_method(method, (unit[slot], parameters))
             for place, (_, name) in enumerate(pairs):
@@ -168,6 +171,7 @@ def lower(
         for parameter, name in pairs
     }
     paired = list(zip(events, steps, strict=True))
+    reduced_at_once = {event.slot for event, step in paired if event.slot in step.reduces}
     begins: dict[int, list[tuple[GraphEvent, SliceStep]]] = {}
     ends: dict[int, list[tuple[GraphEvent, SliceStep]]] = {}
     finishes: dict[int, list[tuple[GraphEvent, SliceStep]]] = {}

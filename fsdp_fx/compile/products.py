@@ -2,7 +2,7 @@
 
 The gradient of a linear layer's weight is one product. Its result would be written, read
 again to be added to the gradient that is kept, and cast to the dtype that is reduced in; as
-part of the product all that costs nothing. So :func:`accumulate_products` puts, in a
+part of the product all that costs little. So :func:`accumulate_products` puts, in a
 backward graph, ``accumulate_product(left, right, accumulator)`` in the place of such a
 product. The accumulators are inputs that the graph does not have by itself: the host code
 (:mod:`fsdp_fx.compile.lowering`) gets them of the unit.

@@ -715,12 +715,47 @@ class Unit:
             result.append(gradient)
         return result
 
+    def transient_gradients(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The full gradients of some parameters that are reduced as soon as they are there.
+
+        What no gradient is there to be added to is written in the parameter's dtype, if that
+        is smaller, where autograd would have left it: the reduction casts it, when the input
+        of the reduction before it is gone. Both in the reduction's dtype would be there at
+        the same time otherwise.
+
+        Args:
+            parameters: unsharded parameters of this unit.
+
+        Returns:
+            What :meth:`accumulators` returns, but for the dtype.
+        """
+        result = []
+        for tensor in parameters:
+            parameter = self.group.fsdp_params[self._parameter_index[storage_key(tensor)]]
+            unsharded = parameter._unsharded_param
+            if (
+                tensor.dtype.itemsize < self._gradient_dtype(parameter).itemsize
+                and parameter.sharded_param.requires_grad
+                and parameter.unsharded_accumulated_grad is None
+                and unsharded.grad is None
+                and not parameter.is_dtensor
+            ):
+                unsharded.grad = new_accumulator(tensor.shape, tensor.dtype, tensor)
+                result.append(unsharded.grad)
+            else:
+                result.extend(self.accumulators([tensor]))
+        return result
+
     def drop_unwritten_gradients(self) -> None:
-        """Take back what :meth:`accumulators` has given and nothing was added to."""
+        """Take back the gradients that were given to products which have not written them."""
         for parameter in self.group.fsdp_params:
             gradient = parameter.unsharded_accumulated_grad
             if gradient is not None and is_fresh(gradient):
                 parameter.unsharded_accumulated_grad = None
+            if hasattr(parameter, "_unsharded_param"):
+                gradient = parameter._unsharded_param.grad
+                if gradient is not None and is_fresh(gradient):
+                    parameter._unsharded_param.grad = None
 
     def scratch_gradients(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """What :meth:`accumulators` gives, for gradients that are not to be kept."""
