@@ -12,14 +12,16 @@ not decided here.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median_low
 
 import torch
 
 from .planning.durations import Durations
+from .planning.gradients import RecordedGradients
 from .planning.measurements import Measurements
+from .planning.memory import contributions
 from .planning.room import recorded_room
 from .trace import Phase, Trace
 from .units import Communication, Unit
@@ -39,6 +41,9 @@ class Metered:
         reductions: by unit, the shortest time that a reduction of it took.
         allocated: by position, the most bytes allocated from that event to the next.
         peak: the most bytes allocated at any time that was metered, the close included.
+        written: by unit and the event under way when it was reduced: bytes of its full
+            gradients that products had written.
+        shards: by unit, bytes of the reduced gradients that came in the window.
     """
 
     compute: dict[int, int] = field(default_factory=dict)
@@ -46,6 +51,8 @@ class Metered:
     reductions: dict[str, int] = field(default_factory=dict)
     allocated: dict[int, int] = field(default_factory=dict)
     peak: int = 0
+    written: dict[tuple[str, int], int] = field(default_factory=dict)
+    shards: Mapping[str, int] = field(default_factory=dict)
 
 
 class Meter:
@@ -69,6 +76,7 @@ class Meter:
         self._gathers: list[tuple[str, _Mark, _Mark]] = []
         self._reductions: list[tuple[str, _Mark, _Mark, int | None]] = []
         self._begun: _Mark | None = None
+        self._written: dict[tuple[str, int], int] = {}
         self._allocated: dict[int, int] = {}
         self._peak = 0
         if memory:
@@ -117,9 +125,11 @@ class Meter:
             self._gathers.append((unit.spec.name, begun, ended))
             self._begun = None
 
-    def begin_reduction(self) -> None:
-        """A reduction is about to be issued."""
+    def begin_reduction(self, unit: Unit) -> None:
+        """A reduction of ``unit`` is about to be issued."""
         self._begun = self._mark(None)
+        if self._at is not None and self._closed is None:
+            self._written[unit.spec.name, self._at] = unit.written_by_products
 
     def end_reduction(self, unit: Unit) -> None:
         """The reduction was issued; on the CPU it has run."""
@@ -133,12 +143,21 @@ class Meter:
         """The window's last event is over. Reductions may still be issued."""
         self._closed = self._mark(None)
 
-    def evaluate(self) -> Metered:
-        """Wait for the device and read the marks."""
+    def evaluate(self, shards: Mapping[str, int]) -> Metered:
+        """Wait for the device and read the marks.
+
+        Args:
+            shards: by unit, bytes of the reduced gradients that have come in the window.
+        """
         if self._device.type != "cpu":
             torch.accelerator.synchronize(self._device)
         self._note_memory()
-        result = Metered(allocated=dict(self._allocated), peak=self._peak)
+        result = Metered(
+            allocated=dict(self._allocated),
+            peak=self._peak,
+            written=dict(self._written),
+            shards=shards,
+        )
         marks = [self._reached[position] for position in self._order]
         if self._closed is not None:
             marks.append(self._closed)
@@ -245,7 +264,26 @@ def measurements_of(
         for position in range(min(len(room), len(left[1].room))):
             if position not in metered.allocated:
                 room[position] = left[1].room[position]
-    return Measurements(durations, tuple(room), peak)
+    return Measurements(durations, tuple(room), peak, _recorded_gradients(trace, metered, left))
+
+
+def _recorded_gradients(
+    trace: Trace, metered: Metered, left: tuple[Trace, Measurements] | None
+) -> RecordedGradients:
+    written = {}
+    for position in contributions(trace):
+        name = trace[position].unit
+        amount = metered.written.get((name, trace.ends[position]), 0)
+        if left is not None and position not in metered.allocated and position < len(left[0]):
+            amount = left[1].gradients.written.get(position, 0)
+        if amount:
+            written[position] = amount
+    # The program that the window began with may have reduced a unit for the first time later
+    # than a window that follows none.
+    shards = (
+        {} if left is not None else {name: size for name, size in metered.shards.items() if size}
+    )
+    return RecordedGradients(written, shards)
 
 
 def flatten(trace: Trace, measurements: Measurements) -> list[int]:
@@ -258,6 +296,14 @@ def flatten(trace: Trace, measurements: Measurements) -> list[int]:
         *(durations.gathers[name] for name in names),
         *(durations.reductions.get(name, 0) for name in names),
         *(measurements.room or ()),
+        *(
+            (
+                *(measurements.gradients.written.get(at, 0) for at in contributions(trace)),
+                *(measurements.gradients.shards.get(name, 0) for name in names),
+            )
+            if measurements.room is not None
+            else ()
+        ),
     ]
 
 
@@ -265,7 +311,7 @@ def unflatten(trace: Trace, numbers: Sequence[int], measurements: Measurements) 
     """Undo :func:`flatten`: ``measurements`` with other numbers."""
     events, units = len(trace), len(trace.units)
     compute, rest = numbers[:events], numbers[events:]
-    gathers, reductions, room = rest[:units], rest[units : 2 * units], rest[2 * units :]
+    gathers, reductions, rest = rest[:units], rest[units : 2 * units], rest[2 * units :]
     assert measurements.durations is not None
     names = [unit.name for unit in trace.units]
     durations = Durations(
@@ -277,6 +323,11 @@ def unflatten(trace: Trace, numbers: Sequence[int], measurements: Measurements) 
             if name in measurements.durations.reductions
         },
     )
-    return Measurements(
-        durations, tuple(room) if measurements.room is not None else None, measurements.peak
+    if measurements.room is None:
+        return Measurements(durations)
+    room, written, shards = rest[:events], rest[events:-units], rest[-units:]
+    gradients = RecordedGradients(
+        {at: size for at, size in zip(contributions(trace), written, strict=True) if size},
+        {name: size for name, size in zip(names, shards, strict=True) if size},
     )
+    return Measurements(durations, tuple(room), measurements.peak, gradients)

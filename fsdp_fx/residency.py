@@ -173,7 +173,7 @@ class Residency:
         if unit.contributed or unit.has_gradients or (all_reduce and unit.has_partial_sums):
             meter = self.meter
             if meter is not None:
-                meter.begin_reduction()
+                meter.begin_reduction(unit)
             try:
                 unit.reduce(all_reduce)
             except Exception as error:

@@ -824,7 +824,7 @@ class Window:
         else:
             trace = self._recording.trace(self.units)
             if commit is not None:
-                metered = meter.evaluate() if meter is not None else None
+                metered = meter.evaluate(self._new_shards()) if meter is not None else None
                 self._agree(commit, trace, metered, self._left)
             stats.recorded_windows += 1
         stats.windows += 1
@@ -832,6 +832,14 @@ class Window:
         self.number += 1
         self._begin()
         return closed
+
+    def _new_shards(self) -> dict[str, int]:
+        """Bytes of the reduced gradients that have come in this window, by unit."""
+        return {
+            unit.spec.name: unit.reduced_gradient_bytes
+            for unit in self.units
+            if unit not in self._with_gradients
+        }
 
     def awaits_backward(self) -> ForwardCall | None:
         """A call of this window that a backward is still to come of, if any.

@@ -9,6 +9,7 @@ import torch
 
 from fsdp_fx.metering import Meter, Metered, flatten, measurements_of, unflatten
 from fsdp_fx.planning.durations import Durations
+from fsdp_fx.planning.gradients import RecordedGradients
 from fsdp_fx.planning.measurements import Measurements
 from fsdp_fx.trace import UnitSpec
 from fsdp_fx.units import Unit
@@ -23,6 +24,7 @@ class FakeUnit:
 
     def __init__(self, name: str) -> None:
         self.spec = UnitSpec(name, "c0", 1, 1, 1, True)
+        self.written_by_products = 0
 
 
 class FakeCommunication:
@@ -90,7 +92,7 @@ def test_event_lasts_from_its_unit_being_there_to_the_next_event(clock: Clock) -
     event(meter, clock, a, 2, at=300, gather=20)
     clock.now = 405
     meter.close()
-    metered = meter.evaluate()
+    metered = meter.evaluate({})
     assert metered.compute == {0: 50, 1: 70, 2: 85}
     assert metered.gathers == {"c0.a": 20, "c0.b": 50}  # the shortest of each
     assert metered.reductions == {}
@@ -115,14 +117,14 @@ def test_event_that_was_never_there_has_no_duration(clock: Clock) -> None:
     event(meter, clock, b, 1, at=50, gather=10)
     clock.now = 90
     meter.close()
-    assert meter.evaluate().compute == {1: 30}
+    assert meter.evaluate({}).compute == {1: 30}
 
 
 def test_reduction_on_the_cpu_is_not_part_of_its_event(clock: Clock) -> None:
     meter, a, b = meter_of(), unit("c0.a"), unit("c0.b")
 
     def reduction(of: Unit, spent: int) -> None:
-        meter.begin_reduction()
+        meter.begin_reduction(of)
         clock.now += spent
         meter.end_reduction(of)
 
@@ -134,7 +136,7 @@ def test_reduction_on_the_cpu_is_not_part_of_its_event(clock: Clock) -> None:
     meter.close()
     reduction(a, 12)  # left to the close: part of no event
     reduction(b, 20)
-    metered = meter.evaluate()
+    metered = meter.evaluate({})
     assert metered.compute == {0: 70 - 10 - 25, 1: 100 - 80}
     assert metered.reductions == {"c0.a": 12, "c0.b": 20}
 
@@ -150,12 +152,12 @@ def test_memory_is_the_most_between_two_events_and_the_close_counts_for_the_peak
     clock.most = 500
     clock.now = 20
     meter.close()
-    metered = meter.evaluate()
+    metered = meter.evaluate({})
     assert metered.allocated == {0: 300, 1: 500}
     assert metered.peak == 700
     without = meter_of()
     event(without, clock, a, 0, at=30, gather=1)
-    assert without.evaluate().allocated == {}
+    assert without.evaluate({}).allocated == {}
 
 
 # Measurements
@@ -228,6 +230,52 @@ def test_room_of_a_left_program_stands_where_nothing_was_metered() -> None:
     assert found.room == (11, 12, 500, 500, 0, 400, 300, 200)
 
 
+def test_what_products_wrote_is_noted_at_the_event_of_the_reduction(clock: Clock) -> None:
+    meter, a, b = meter_of(), unit("c0.a"), unit("c0.b")
+    event(meter, clock, b, 2, at=0, gather=1)
+    cast(Any, b).written_by_products = 70
+    meter.begin_reduction(b)
+    event(meter, clock, a, 3, at=10, gather=1)
+    meter.begin_reduction(a)
+    meter.close()
+    meter.begin_reduction(b)  # left to the close: of no event
+    metered = meter.evaluate({"c0.a": 5})
+    assert metered.written == {("c0.b", 2): 70, ("c0.a", 3): 0}
+    assert metered.shards == {"c0.a": 5}
+
+
+def test_gradients_that_a_plan_does_without_are_by_backward_and_by_unit() -> None:
+    window = trace("c0 F0: *(a); c0 B0: *(a); c0 F1: *(a); c0 B1: *(a)")
+    # The parent is reduced at the event that it ends with, the child's.
+    written = {("c0", 3): 30, ("c0.a", 3): 20, ("c0.a", 7): 0, ("c0", 6): 9}
+    metered = Metered(
+        allocated=dict.fromkeys(range(8), 1), peak=1, written=written, shards={"c0": 0, "c0.a": 4}
+    )
+    found = measurements_of(window, metered, per_window=False, memory=True)
+    assert found.gradients == RecordedGradients({2: 30, 3: 20}, {"c0.a": 4})
+    without = measurements_of(window, metered, per_window=False, memory=False)
+    assert without.gradients == RecordedGradients()
+
+
+def test_gradients_of_a_left_program_stand_where_nothing_was_metered() -> None:
+    before, window = trace("c0 F0: a b; c0 B0: b a"), trace(TWO)
+    known = Measurements(
+        Durations((1, 2, 3, 4), {}, {}),
+        (11, 12, 13, 14),
+        1000,
+        RecordedGradients({2: 31, 3: 32}, {"c0.a": 9}),
+    )
+    metered = Metered(
+        allocated=dict.fromkeys(range(3, 8), 500),
+        peak=900,
+        written={("c0.b", 2): 1, ("c0.a", 3): 2, ("c0.b", 6): 3},
+        shards={"c0.b": 7},
+    )
+    found = measurements_of(window, metered, per_window=False, memory=True, left=(before, known))
+    # When a unit was first reduced here is not when it is first reduced in a recorded window.
+    assert found.gradients == RecordedGradients({2: 31, 3: 2, 6: 3}, {})
+
+
 # What ranks exchange
 
 
@@ -236,14 +284,22 @@ def test_room_of_a_left_program_stands_where_nothing_was_metered() -> None:
 def test_measurements_survive_being_numbers(room: tuple[int, ...] | None, frozen: set[str]) -> None:
     window = trace("c0 F0: a b; c0 B0: b a", frozen=frozen)
     reductions = {name: 60 + index for index, name in enumerate(UNITS) if name not in frozen}
+    gradients = RecordedGradients()
+    if room is not None and not frozen:
+        gradients = RecordedGradients({3: 5, 2: 6}, {"c0.b": 7})
     measured = Measurements(
-        Durations((1, 2, 3, 4), {"c0.b": 51, "c0.a": 50}, reductions), room, 12 if room else None
+        Durations((1, 2, 3, 4), {"c0.b": 51, "c0.a": 50}, reductions),
+        room,
+        12 if room else None,
+        gradients,
     )
     numbers = flatten(window, measured)
     assert unflatten(window, numbers, measured) == measured
     # The order is that of the trace, however the dictionaries of a rank are ordered.
     assert numbers[:6] == [1, 2, 3, 4, 50, 51]
-    assert len(numbers) == 4 + 2 + 2 + (4 if room else 0)
+    assert len(numbers) == 4 + 2 + 2 + (4 + (2 - len(frozen)) + 2 if room else 0)
+    if gradients.written:
+        assert numbers[-4:] == [6, 5, 0, 7]
     doubled = unflatten(window, [2 * number for number in numbers], measured)
     assert doubled.durations == Durations(
         (2, 4, 6, 8),
@@ -251,3 +307,5 @@ def test_measurements_survive_being_numbers(room: tuple[int, ...] | None, frozen
         {name: 2 * spent for name, spent in reductions.items()},
     )
     assert doubled.room == (None if room is None else (14, 16, 18, 20))
+    if gradients.written:
+        assert doubled.gradients == RecordedGradients({2: 12, 3: 10}, {"c0.b": 14})

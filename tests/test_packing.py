@@ -28,9 +28,9 @@ def require_fit(items: Sequence[Item], capacity: Sequence[int], result: Packing)
     """Every item that is taken fits at every place; negative capacity is as good as none."""
     used = [0] * len(capacity)
     for index in result.taken:
-        for start, stop in items[index].stretches:
+        for start, stop, size in items[index].parts:
             for place in range(start, stop):
-                used[place] += items[index].size
+                used[place] += size
     for load, room in zip(used, capacity, strict=True):
         assert load <= max(room, 0)
 
@@ -44,9 +44,9 @@ def best_worth(items: Sequence[Item], capacity: Sequence[int]) -> int:
         item = items[index]
         without = search(index + 1, used)
         after = list(used)
-        for start, stop in item.stretches:
+        for start, stop, size in item.parts:
             for place in range(start, stop):
-                after[place] += item.size
+                after[place] += size
                 if after[place] > max(capacity[place], 0):
                     return without
         return max(without, item.value + search(index + 1, after))
@@ -83,7 +83,9 @@ def instances(draw: st.DrawFn) -> tuple[list[Item], list[int]]:
     for _ in range(draw(st.integers(0, 9))):
         size = draw(st.sampled_from(sizes))
         value = size if same else draw(st.sampled_from(sizes))
-        items.append(Item(size, value, draw(stretches())))
+        ranges = draw(stretches())
+        each = st.lists(st.sampled_from(sizes), min_size=len(ranges), max_size=len(ranges))
+        items.append(Item(size, value, ranges, tuple(draw(each)) if draw(st.booleans()) else ()))
     room = st.integers(-1, 2 * max(sizes) + min(sizes))
     return items, draw(st.lists(room, min_size=PLACES, max_size=PLACES))
 
@@ -164,6 +166,17 @@ def test_what_is_not_proven_is_a_true_bound(program: bool, monkeypatch: pytest.M
 def test_an_item_without_stretches_is_taken_whatever_its_size() -> None:
     items = [Item(100, 100, ()), Item(100, 100, ((1, 1),)), Item(1, 1, ((0, 1),))]
     assert pack(items, [0, 0]) == Packing(frozenset({0, 1}), 0)
+
+
+def test_an_item_may_need_another_room_in_each_of_its_stretches() -> None:
+    item = Item(9, 2, ((0, 1), (1, 2), (3, 4)), (3, 1, 0))
+    assert item.parts == [(0, 1, 3), (1, 2, 1)]
+    assert pack([item], [3, 1, 0, 0]).taken == {0}
+    assert pack([item], [2, 1, 9, 9]).taken == set()
+    assert pack([item], [3, 0, 9, 9]).taken == set()
+    other = Item(2, 1, ((1, 2),))
+    assert pack([item, other], [9, 3, 9, 9]).taken == {0, 1}
+    assert pack([item, other], [9, 2, 9, 9]).taken == {0}
 
 
 def test_negative_capacity_takes_nothing() -> None:

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import fsdp_fx
+from fsdp_fx import context
 from fsdp_fx.compile.backend import fsdp_fx as backend
 from fsdp_fx.compile.capture import placeholder_inputs
 from fsdp_fx.compile.products import accumulate_products
@@ -483,6 +484,42 @@ def _windows() -> None:
 
 def test_windows_are_bit_by_bit_what_they_are_without(ranks: RankPools) -> None:
     ranks(2).run(_windows, timeout=LONG)
+
+
+def _measured() -> None:
+    """What the plan subtracts is what was there, where it was there."""
+    planned = {"reduce_gradients": "planned", "memory_budget": 1 << 20}
+    for accumulate, options in ((True, {}), (True, planned), (False, planned)):
+        run = Run(accumulate, "bf16", options=dict(options))
+        with mock.patch(
+            "fsdp_fx.context.measurements_of", side_effect=context.measurements_of
+        ) as seen:
+            run.window()
+        (window, metered), _ = seen.call_args
+        blocks = [unit for unit in window.units if unit.trainable]
+        assert len(blocks) == WEIGHTS // 2
+        backwards = {(window[position].unit, window.ends[position]) for position in window.reduces}
+        assert len(backwards) == 3 * len(blocks)
+        size = 2 * (8 * 12 + 12 * 8)  # of two weights in bf16, without norm and bias
+        assert metered.written == dict.fromkeys(backwards, size if accumulate else 0)
+        assert metered.shards == {
+            unit.name: 4 * unit.elements // dist.get_world_size() for unit in window.units
+        }
+        # Gradients that were there before the window belong to every plan.
+        run.forward().backward()
+        run.context.finish_grad_sync()
+        with mock.patch(
+            "fsdp_fx.context.measurements_of", side_effect=context.measurements_of
+        ) as seen:
+            run.window(2)
+        (_, metered), _ = seen.call_args
+        assert set(metered.shards) == {
+            unit.name for unit in window.units if unit.chunk == window.units[-1].chunk
+        }
+
+
+def test_gradients_that_a_plan_does_without_are_measured(ranks: RankPools) -> None:
+    ranks(2).run(_measured, timeout=LONG)
 
 
 class Failing:

@@ -73,14 +73,13 @@ def keep_resident(
         assert isinstance(budget, int)
         room = budgeted_room(budget, lookahead_bytes(trace, there, covered))
     reductions = [position for position, step in enumerate(program.steps) if step.reduces]
-    forced = kept_gradient_bytes(trace, reductions)
     kept = keep(
         trace,
         there,
         covered,
         room,
         gradients=gradients,
-        from_tail=beyond is not None,
+        recorded=measurements.gradients if beyond is not None else None,
         carries=frozen,
     )
     graph = program.copy_graph()
@@ -88,9 +87,15 @@ def keep_resident(
     for node in graph.find_nodes(op="call_function", target=reduce):
         if program.positions[cast(str, node.kwargs["after"])] in kept.reductions:
             graph.erase_node(node)
+    # The capacity is for gradients at their own size: less where they take more of the room.
+    waiting = kept_gradient_bytes(trace, [at for at in reductions if at not in kept.reductions])
+    taken = kept.gradient_bytes or [0] * len(trace)
     return replace(
         program.with_graph(graph),
-        capacity=tuple(map(sum, zip(room, needed, forced, strict=True))),
+        capacity=tuple(
+            left + used + gradient - counted
+            for left, used, gradient, counted in zip(room, needed, waiting, taken, strict=True)
+        ),
         carried=kept.carried,
         unproven=kept.unproven,
     )

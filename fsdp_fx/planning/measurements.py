@@ -5,9 +5,10 @@ Written by :mod:`fsdp_fx.metering`, made equal on all ranks by :mod:`fsdp_fx.agr
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from fsdp_fx.planning.durations import Durations
+from fsdp_fx.planning.gradients import RecordedGradients
 
 __all__ = ["Measurements"]
 
@@ -22,8 +23,11 @@ class Measurements:
             memory, beyond what the scheduler needs there at any rate; see
             :func:`fsdp_fx.planning.room.recorded_room`.
         peak: the most bytes allocated at any time in the window.
+        gradients: what of the allocated memory were gradients that a plan which keeps them does
+            without.
     """
 
     durations: Durations | None = None
     room: tuple[int, ...] | None = None
     peak: int | None = None
+    gradients: RecordedGradients = field(default_factory=RecordedGradients)

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -42,6 +42,7 @@ _PROGRAM_ITEMS = 300  # of any sizes
 _PROGRAM_MULTIPLES = 4000  # of sizes of which one is a multiple of the other
 _NODES = 1000  # of branch and bound
 
+_Parts = list[tuple[int, int, int]]  # start, end and size of an item's stretches
 _Ints = NDArray[np.int64]
 _Floats = NDArray[np.float64]
 
@@ -55,11 +56,23 @@ class Item:
         value: what taking it saves; positive.
         stretches: half-open ranges of places, in order and disjoint; none for an item that
             takes no room.
+        sizes: how much room it takes in each stretch, where that differs from ``size``.
     """
 
     size: int
     value: int
     stretches: tuple[tuple[int, int], ...]
+    sizes: tuple[int, ...] = ()
+
+    @property
+    def parts(self) -> list[tuple[int, int, int]]:
+        """Start, end and size of each stretch that takes room."""
+        sizes = self.sizes or (self.size,) * len(self.stretches)
+        return [
+            (start, stop, size)
+            for (start, stop), size in zip(self.stretches, sizes, strict=True)
+            if start < stop and size > 0
+        ]
 
 
 @dataclass(frozen=True)
@@ -99,58 +112,58 @@ def pack(items: Sequence[Item], capacity: Sequence[int]) -> Packing:
     room = np.maximum(np.asarray(capacity, dtype=np.int64), 0)
     taken: set[int] = set()
     fitting: list[int] = []
-    items = [
-        replace(item, stretches=tuple((a, b) for a, b in item.stretches if a < b)) for item in items
-    ]
-    for index, item in enumerate(items):
-        if item.size == 0 or not item.stretches:
+    parts = [item.parts for item in items]
+    for index, own in enumerate(parts):
+        if not own:
             taken.add(index)
-        elif all(int(room[a:b].min(initial=item.size)) >= item.size for a, b in item.stretches):
+        elif all(int(room[a:b].min(initial=size)) >= size for a, b, size in own):
             fitting.append(index)
     unproven = 0
-    for component in _components(items, fitting):
-        choice = _Component([items[index] for index in component], room).solve()
+    for component in _components(parts, fitting):
+        values = [items[index].value for index in component]
+        choice = _Component([parts[index] for index in component], values, room).solve()
         taken.update(component[index] for index in choice.taken)
         unproven += choice.bound - choice.worth
     return Packing(frozenset(taken), unproven)
 
 
-def _components(items: Sequence[Item], indices: Sequence[int]) -> list[list[int]]:
+def _components(parts: Sequence[_Parts], indices: Sequence[int]) -> list[list[int]]:
     """Groups of items that share no place with those of another, each by where they start."""
-    ordered = sorted(
-        indices, key=lambda i: (items[i].stretches[0][0], items[i].stretches[-1][1], i)
-    )
+    ordered = sorted(indices, key=lambda i: (parts[i][0][0], parts[i][-1][1], i))
     groups: list[list[int]] = []
     reached = -1
     for index in ordered:
-        if items[index].stretches[0][0] >= reached:
+        if parts[index][0][0] >= reached:
             groups.append([])
         groups[-1].append(index)
-        reached = max(reached, items[index].stretches[-1][1])
+        reached = max(reached, parts[index][-1][1])
     return groups
 
 
 class _Component:
     """Items that compete with each other, by where they start, and the line under them."""
 
-    def __init__(self, items: Sequence[Item], room: _Ints) -> None:
-        self.low = items[0].stretches[0][0]
-        high = max(item.stretches[-1][1] for item in items)
+    def __init__(self, parts: Sequence[_Parts], values: Sequence[int], room: _Ints) -> None:
+        self.low = parts[0][0][0]
+        high = max(own[-1][1] for own in parts)
         self.room = room[self.low : high]
-        self.size: _Ints = np.array([item.size for item in items], dtype=np.int64)
-        self.value: _Ints = np.array([item.value for item in items], dtype=np.int64)
-        self.stretches = [
-            [(start - self.low, stop - self.low) for start, stop in item.stretches]
-            for item in items
+        self.value: _Ints = np.array(values, dtype=np.int64)
+        self.parts: list[_Parts] = [
+            [(start - self.low, stop - self.low, size) for start, stop, size in own]
+            for own in parts
         ]
-        places = [
-            np.concatenate([np.arange(start, stop) for start, stop in stretches])
-            for stretches in self.stretches
-        ]
-        columns = np.repeat(np.arange(len(items)), [len(each) for each in places])
+        self.sizes = sorted({size for own in self.parts for _, _, size in own})
+        flat = [(column, *part) for column, own in enumerate(self.parts) for part in own]
+        lengths = [stop - start for _, start, stop, _ in flat]
         self.matrix = csr_array(
-            (self.size[columns], (np.concatenate(places), columns)),
-            shape=(len(self.room), len(items)),
+            (
+                np.repeat(np.array([size for *_, size in flat], dtype=np.int64), lengths),
+                (
+                    np.concatenate([np.arange(start, stop) for _, start, stop, _ in flat]),
+                    np.repeat([column for column, *_ in flat], lengths),
+                ),
+            ),
+            shape=(len(self.room), len(parts)),
         )
         # Where all items fit together there is nothing to choose.
         self.binding = np.flatnonzero(np.asarray(self.matrix.sum(axis=1)).ravel() > self.room)
@@ -160,15 +173,15 @@ class _Component:
         everything = int(self.value.sum())
         if not len(self.binding):
             return _Choice(tuple(range(len(self.value))), everything, everything)
-        if len({*self.size.tolist()}) == len({*self.value.tolist()}) == 1 and all(
-            len(stretches) == 1 for stretches in self.stretches
+        if len(self.sizes) == len({*self.value.tolist()}) == 1 and all(
+            len(own) == 1 for own in self.parts
         ):
             return self._furthest_out()
         relaxed = self._relax()
         best = self._greedy(relaxed.x)
         prices = self._prices(relaxed.ineqlin.marginals)
         best = _Table(self, prices, best, _WIDTHS[0]).choice()
-        sizes = sorted(set(self.size.tolist()))
+        sizes = self.sizes
         multiples = len(sizes) == 1 or (len(sizes) == 2 and sizes[1] % sizes[0] == 0)
         if best.bound > best.worth and not (multiples and len(self.value) <= _PROGRAM_MULTIPLES):
             width = max(_WIDTHS[0], min(_WIDTHS[1], _STATES // len(self.value)))
@@ -187,14 +200,14 @@ class _Component:
 
     def _furthest_out(self) -> _Choice:
         """The most items of one size: those that end last are left out."""
-        size, starting = int(self.size[0]), 0
+        size, starting = self.sizes[0], 0
         ends: list[tuple[int, int]] = []  # of the items that are taken and not over, in order
         taken: set[int] = set()
         for place, room in enumerate((self.room // size).tolist()):
             while ends and ends[0][0] == place:
                 taken.add(ends.pop(0)[1])
-            while starting < len(self.stretches) and self.stretches[starting][0][0] == place:
-                insort(ends, (self.stretches[starting][0][1], starting))
+            while starting < len(self.parts) and self.parts[starting][0][0] == place:
+                insort(ends, (self.parts[starting][0][1], starting))
                 starting += 1
             del ends[room:]
         taken.update(index for _, index in ends)
@@ -203,7 +216,7 @@ class _Component:
 
     def _relax(self) -> Any:
         # Sizes and values of at most 1 suit HiGHS's absolute tolerances.
-        largest = self.size.max()
+        largest = self.sizes[-1]
         return linprog(
             -self.value / self.value.max(),
             A_ub=self._rows() / largest,
@@ -218,7 +231,7 @@ class _Component:
     def _prices(self, marginals: _Floats) -> _Floats:
         """What a unit of room costs at each place."""
         prices = np.zeros(len(self.room))
-        prices[self.binding] = np.maximum(-marginals, 0) * self.value.max() / self.size.max()
+        prices[self.binding] = np.maximum(-marginals, 0) * self.value.max() / self.sizes[-1]
         return prices
 
     def _greedy(self, share: _Floats) -> _Choice:
@@ -226,9 +239,8 @@ class _Component:
         used = np.zeros_like(self.room)
         taken = []
         for index in np.lexsort((np.arange(len(share)), -np.round(share, 6))).tolist():
-            size = self.size[index]
-            if all((used[a:b] + size <= self.room[a:b]).all() for a, b in self.stretches[index]):
-                for start, stop in self.stretches[index]:
+            if all((used[a:b] + s <= self.room[a:b]).all() for a, b, s in self.parts[index]):
+                for start, stop, size in self.parts[index]:
                     used[start:stop] += size
                 taken.append(index)
         worth = int(self.value[taken].sum())
@@ -237,8 +249,8 @@ class _Component:
     def _integer_program(self, best: _Choice) -> _Choice:
         # Divided by what all sizes are multiples of, room is rounded down to what can be
         # filled; the same for values and the bound.
-        unit, step = int(np.gcd.reduce(self.size)), int(np.gcd.reduce(self.value))
-        largest = int(self.size.max()) // unit
+        unit, step = int(np.gcd.reduce(self.sizes)), int(np.gcd.reduce(self.value))
+        largest = self.sizes[-1] // unit
         found = milp(
             -self.value / self.value.max(),
             constraints=LinearConstraint(
@@ -278,10 +290,10 @@ class _Table:
         self._width = width
         paid = np.concatenate([[0.0], np.cumsum(prices)])
         charged = np.array(
-            [sum(paid[stop] - paid[start] for start, stop in each) for each in component.stretches]
+            [sum(size * (paid[b] - paid[a]) for a, b, size in own) for own in component.parts]
         )
         # What taking an item is worth beyond the price of its room.
-        self._gain = component.value - component.size * charged
+        self._gain = component.value - charged
         rest = np.cumsum((prices * component.room)[::-1])[::-1]
         self._open = np.concatenate([rest, [0.0]])  # what the room from each place on is worth
         self._coming = float(np.maximum(self._gain, 0).sum())  # of items that are not reached
@@ -298,32 +310,32 @@ class _Table:
     def choice(self) -> _Choice:
         """The better of the choice to beat and what the table finds, with its bound."""
         component, best = self._component, self._best
-        begins: dict[int, list[int]] = {}
-        ends: dict[int, list[int]] = {}
-        for index, stretches in enumerate(component.stretches):
-            for start, stop in stretches:
-                begins.setdefault(start, []).append(index)
-                ends.setdefault(stop, []).append(index)
+        begins: dict[int, list[tuple[int, int]]] = {}
+        ends: dict[int, list[tuple[int, int]]] = {}
+        for index, own in enumerate(component.parts):
+            for start, stop, size in own:
+                begins.setdefault(start, []).append((index, size))
+                ends.setdefault(stop, []).append((index, size))
         slots: dict[int, int] = {}
         free: list[int] = []
         for place in range(len(component.room)):
             finished = False
-            for index in ends.get(place, ()):
+            for index, size in ends.get(place, ()):
                 has = self._holds(slots[index])
-                self._used = self._used - has * component.size[index]
-                if component.stretches[index][-1][1] == place:
+                self._used = self._used - has * size
+                if component.parts[index][-1][1] == place:
                     slot = slots.pop(index)
                     self._held[:, slot // 64] &= ~_bit(slot)
                     free.append(slot)
                     finished = True
             if finished:
                 self._drop_equal()
-            for index in begins.get(place, ()):
+            for index, size in begins.get(place, ()):
                 if index in slots:  # a later stretch of an item that was decided on
-                    self._used = self._used + self._holds(slots[index]) * component.size[index]
+                    self._used = self._used + self._holds(slots[index]) * size
                 else:
                     slots[index] = free.pop() if free else len(slots)
-                    self._branch(index, slots[index], place)
+                    self._branch(index, size, slots[index], place)
             self._keep(self._used <= component.room[place])
             self._score = self._score + self._prices[place] * self._used
         if len(self._worth) and int(self._worth.max()) > best.worth:
@@ -337,10 +349,10 @@ class _Table:
     def _holds(self, slot: int) -> NDArray[np.bool_]:
         return (self._held[:, slot // 64] & _bit(slot)) != 0
 
-    def _branch(self, index: int, slot: int, place: int) -> None:
+    def _branch(self, index: int, size: int, slot: int, place: int) -> None:
         """Each state goes on without the item, and with it where there is room."""
         component = self._component
-        size, value = component.size[index], component.value[index]
+        value = component.value[index]
         if slot // 64 >= self._held.shape[1]:
             more = np.zeros((len(self._held), 1), dtype=np.uint64)
             self._held = np.concatenate([self._held, more], axis=1)

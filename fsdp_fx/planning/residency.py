@@ -8,6 +8,9 @@ valuable ones that fit, with :mod:`fsdp_fx.planning.packing`.
 
 A unit that the lookahead would gather at some event of its gap anyway costs nothing from there
 on: where the lookahead has its own room, only the events before count.
+
+Under a recorded room a gradient takes less than its bytes, beside what the recorded window had
+in its place: see :mod:`fsdp_fx.planning.gradients`.
 """
 
 from __future__ import annotations
@@ -16,8 +19,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
+from fsdp_fx.planning.gradients import RecordedGradients, chains
 from fsdp_fx.planning.memory import Interval, contributions
 from fsdp_fx.planning.packing import Item, pack
+from fsdp_fx.planning.selection import select
 from fsdp_fx.trace import Trace
 
 __all__ = ["Kept", "after_forward", "carry", "keep", "lookahead_bytes", "merge", "move"]
@@ -34,12 +39,15 @@ class Kept:
             until the unit's next backward.
         carried: frozen units that stay from one window to the next.
         unproven: bytes that another choice might save more, at most.
+        gradient_bytes: what the gradients that are kept take at each event of the room; empty
+            if none are. Negative where the recorded window had more in their place.
     """
 
     gathers: frozenset[int] = frozenset()
     reductions: frozenset[int] = frozenset()
     carried: frozenset[str] = frozenset()
     unproven: int = 0
+    gradient_bytes: tuple[int, ...] = ()
 
 
 def after_forward(trace: Trace, intervals: Sequence[Interval]) -> frozenset[int]:
@@ -98,7 +106,7 @@ def keep(
     room: Sequence[int],
     *,
     gradients: bool = False,
-    from_tail: bool = False,
+    recorded: RecordedGradients | None = None,
     carries: bool = False,
 ) -> Kept:
     """Choose what stays resident, so that the fewest bytes are gathered and reduced.
@@ -110,9 +118,9 @@ def keep(
         room: bytes that may be resident at each event beyond the units in use there and the
             gradients that are kept at any rate.
         gradients: whether full gradients may be kept between two backwards of their unit.
-        from_tail: whether a gradient counts at the event with which its backward ends, too:
-            where room is what an allocator has left, for at that moment the buffer of the
-            reduction before is still held.
+        recorded: what the recorded window had of gradients, if room is what an allocator had
+            left there; None if it is a budget, of which gradients take what waits between two
+            events.
         carries: whether frozen units may stay from one window to the next.
 
     Returns:
@@ -127,15 +135,9 @@ def keep(
     ]
     units = {unit.name: unit for unit in trace.units}
     items: list[Item] = []
-    gathers: list[int | None] = []  # of each item: what it saves
-    reductions: list[int | None] = []
-    carried: list[str | None] = []
-
-    def add(item: Item, gather: int | None, reduction: int | None, unit: str | None) -> None:
-        items.append(item)
-        gathers.append(gather)
-        reductions.append(reduction)
-        carried.append(unit)
+    gathers: dict[int, int] = {}  # by item: what it saves
+    reductions: dict[int, int] = {}
+    carried: dict[int, str] = {}
 
     def stretches(start: int, stop: int, charged: int) -> list[tuple[int, int]]:
         """The events from ``start`` to ``stop`` that count: to ``charged``, and tight ones."""
@@ -155,7 +157,8 @@ def keep(
         if name in before:
             size = units[name].bytes
             gap = tuple(stretches(before[name] + 1, use, covered[use]))
-            add(Item(size, size, gap), use, None, None)
+            gathers[len(items)] = use
+            items.append(Item(size, size, gap))
         else:
             first[name] = interval
         before[name] = max(before.get(name, -1), interval.freed)
@@ -168,25 +171,44 @@ def keep(
                     stretches(0, use, covered[use])
                     + stretches(before[name] + 1, len(trace), len(trace))
                 )
-                add(Item(unit.bytes, unit.bytes, gap), None, None, name)
-    if gradients:
+                carried[len(items)] = name
+                items.append(Item(unit.bytes, unit.bytes, gap))
+    if gradients and recorded is None:
         last: dict[str, int] = {}
         for position in contributions(trace):
             name = trace[position].unit
             if name in last:
                 size, saved = units[name].kept_gradient_bytes, units[name].gradient_bytes
                 # What a backward adds to is there in the whole of it.
-                start = trace.ends[last[name]] + (0 if from_tail else 1)
-                gap = ((start, trace.ends[position] + 1),)
-                add(Item(size, saved, gap), None, last[name], None)
+                gap = ((trace.ends[last[name]] + 1, trace.ends[position] + 1),)
+                reductions[len(items)] = last[name]
+                items.append(Item(size, saved, gap))
             last[name] = position
-    packing = pack(items, capacity)
-    chosen = sorted(packing.taken)
+    taken, unproven, kept = frozenset[int](), 0, set[int]()
+    change = [0] * (len(trace) + 1)
+    if gradients and recorded is not None:
+        own = chains(trace, recorded)
+        selection = select(items, own, capacity)
+        taken, unproven = selection.items, selection.unproven
+        for chain, chosen in zip(own, selection.gradients, strict=True):
+            kept.update(chain.positions[index] for index in chosen)
+            for start, stop, size in chain.held(chosen):
+                change[start] += size
+                change[stop] -= size
+    else:
+        packing = pack(items, capacity)
+        taken, unproven = packing.taken, packing.unproven
+        for index in taken & reductions.keys():
+            kept.add(reductions[index])
+            for start, stop, size in items[index].parts:
+                change[start] += size
+                change[stop] -= size
     return Kept(
-        frozenset(use for use in (gathers[index] for index in chosen) if use is not None),
-        frozenset(at for at in (reductions[index] for index in chosen) if at is not None),
-        frozenset(name for name in (carried[index] for index in chosen) if name is not None),
-        packing.unproven,
+        frozenset(gathers[index] for index in taken & gathers.keys()),
+        frozenset(kept),
+        frozenset(carried[index] for index in taken & carried.keys()),
+        unproven,
+        tuple(accumulate(change[:-1])) if kept else (),
     )
 
 

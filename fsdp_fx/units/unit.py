@@ -161,6 +161,8 @@ class Unit:
         contributed: whether a backward that accumulates gradients has begun or ended
             since the last reduction: the same on every rank, whoever has gradients.
         communication: the streams shared by the context's units.
+        written_by_products: bytes of full gradients that products have written since the last
+            reduction, where they would have added to gradients that had been kept.
     """
 
     __slots__ = (
@@ -187,6 +189,7 @@ class Unit:
         "reduced",
         "spec",
         "unsharded",
+        "written_by_products",
     )
 
     def __init__(self, group: FSDPParamGroup, spec: UnitSpec, communication: Communication) -> None:
@@ -200,6 +203,7 @@ class Unit:
         self.in_flight = False
         self.unsharded = False
         self.contributed = False
+        self.written_by_products = 0
         self._exposures = 0
         self._sharding: Sharding | None = None
         self._gather: GatherInFlight | None = None
@@ -443,6 +447,7 @@ class Unit:
                 parameter._unsharded_param.grad = None
             parameter.unsharded_accumulated_grad = None
         self.contributed = False
+        self.written_by_products = 0
         self.group._partial_reduce_output = None
         self._partial_layout = None
 
@@ -621,6 +626,13 @@ class Unit:
         """Whether any sharded parameter has a gradient."""
         return any(p.sharded_param.grad is not None for p in self.group.fsdp_params)
 
+    @property
+    def reduced_gradient_bytes(self) -> int:
+        """Bytes of the sharded parameters' gradients on the device."""
+        gradients: list[Any] = [p.sharded_param.grad for p in self.group.fsdp_params]
+        parts = [each._local_tensor for each in gradients if isinstance(each, DTensor)]
+        return sum(part.nbytes for part in parts if part.device.type == self.group.device.type)
+
     def clear_reduced_gradients(self) -> None:
         """Set the sharded parameters' gradients to ``None``."""
         for parameter in self.group.fsdp_params:
@@ -708,7 +720,7 @@ class Unit:
             # reduced: it may be the gradient of another parameter, too.
             gradient = parameter.unsharded_accumulated_grad
             if gradient is None:
-                gradient = new_accumulator(tensor.shape, self._gradient_dtype(parameter), tensor)
+                gradient = self._new_gradient(tensor, self._gradient_dtype(parameter))
             elif is_fresh(gradient) is None:
                 gradient = mark_written(gradient.contiguous())
             parameter.unsharded_accumulated_grad = gradient
@@ -740,21 +752,27 @@ class Unit:
                 and unsharded.grad is None
                 and not parameter.is_dtensor
             ):
-                unsharded.grad = new_accumulator(tensor.shape, tensor.dtype, tensor)
+                unsharded.grad = self._new_gradient(tensor, tensor.dtype)
                 result.append(unsharded.grad)
             else:
                 result.extend(self.accumulators([tensor]))
         return result
+
+    def _new_gradient(self, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        self.written_by_products += parameter.numel() * dtype.itemsize
+        return new_accumulator(parameter.shape, dtype, parameter)
 
     def drop_unwritten_gradients(self) -> None:
         """Take back the gradients that were given to products which have not written them."""
         for parameter in self.group.fsdp_params:
             gradient = parameter.unsharded_accumulated_grad
             if gradient is not None and is_fresh(gradient):
+                self.written_by_products -= gradient.nbytes
                 parameter.unsharded_accumulated_grad = None
             if hasattr(parameter, "_unsharded_param"):
                 gradient = parameter._unsharded_param.grad
                 if gradient is not None and is_fresh(gradient):
+                    self.written_by_products -= gradient.nbytes
                     parameter._unsharded_param.grad = None
 
     def scratch_gradients(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -811,6 +829,7 @@ class Unit:
                 "a window; call requires_grad_() on a replicated unit between windows"
             )
         self.contributed = False
+        self.written_by_products = 0
         self.reduced = True
         self.collectives += 1
         group = self.group
