@@ -14,6 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import median_low
 
 import torch
@@ -24,7 +25,7 @@ from .planning.measurements import Measurements
 from .planning.memory import contributions
 from .planning.room import recorded_room
 from .trace import Phase, Trace
-from .units import Communication, Unit
+from .units import Communication, Unit, is_fresh, when_allocated
 
 __all__ = ["Meter", "Metered", "flatten", "measurements_of", "unflatten"]
 
@@ -43,6 +44,8 @@ class Metered:
         peak: the most bytes allocated at any time that was metered, the close included.
         written: by unit and the event under way when it was reduced: bytes of its full
             gradients that products had written.
+        without: by unit and event, the most bytes allocated from that event to the next,
+            less what products had written of the unit's full gradients at that time.
         shards: by unit, bytes of the reduced gradients that came in the window.
     """
 
@@ -52,6 +55,7 @@ class Metered:
     allocated: dict[int, int] = field(default_factory=dict)
     peak: int = 0
     written: dict[tuple[str, int], int] = field(default_factory=dict)
+    without: dict[tuple[str, int], int] = field(default_factory=dict)
     shards: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -76,7 +80,9 @@ class Meter:
         self._gathers: list[tuple[str, _Mark, _Mark]] = []
         self._reductions: list[tuple[str, _Mark, _Mark, int | None]] = []
         self._begun: _Mark | None = None
+        self._products: dict[str, int] = {}  # bytes of each unit that are there now
         self._written: dict[tuple[str, int], int] = {}
+        self._without: dict[tuple[str, int], int] = {}
         self._allocated: dict[int, int] = {}
         self._peak = 0
         if memory:
@@ -97,6 +103,7 @@ class Meter:
                 del self._expected[index]
                 self._note_memory()
                 self._at = position
+                self._products = {name: size for name, size in self._products.items() if size}
                 self._order.append(position)
                 self._reached[position] = self._mark(None)
                 return position
@@ -129,7 +136,7 @@ class Meter:
         """A reduction of ``unit`` is about to be issued."""
         self._begun = self._mark(None)
         if self._at is not None and self._closed is None:
-            self._written[unit.spec.name, self._at] = unit.written_by_products
+            self._written[unit.spec.name, self._at] = self._products.get(unit.spec.name, 0)
 
     def end_reduction(self, unit: Unit) -> None:
         """The reduction was issued; on the CPU it has run."""
@@ -138,6 +145,21 @@ class Meter:
             at = self._at if self._closed is None else None
             self._reductions.append((unit.spec.name, self._begun, ended, at))
             self._begun = None
+        if self._products.get(unit.spec.name):
+            self._note_memory()
+            self._products[unit.spec.name] = 0
+
+    def watch_products(self, unit: Unit, gradients: Sequence[torch.Tensor]) -> None:
+        """Products are about to write those of ``gradients``, of ``unit``, that hold nothing."""
+        for gradient in gradients:
+            if is_fresh(gradient):
+                when_allocated(gradient, partial(self._product, unit.spec.name, gradient.nbytes))
+
+    def _product(self, name: str, size: int) -> None:
+        self._note_memory()
+        if name not in self._products and self._at is not None:
+            self._without[name, self._at] = self._allocated.get(self._at, 0)
+        self._products[name] = self._products.get(name, 0) + size
 
     def close(self) -> None:
         """The window's last event is over. Reductions may still be issued."""
@@ -156,6 +178,7 @@ class Meter:
             allocated=dict(self._allocated),
             peak=self._peak,
             written=dict(self._written),
+            without=dict(self._without),
             shards=shards,
         )
         marks = [self._reached[position] for position in self._order]
@@ -195,6 +218,9 @@ class Meter:
         torch.accelerator.reset_peak_memory_stats(self._device)
         if self._at is not None:
             self._allocated[self._at] = max(most, self._allocated.get(self._at, 0))
+            for name, size in self._products.items():
+                key = name, self._at
+                self._without[key] = max(most - size, self._without.get(key, 0))
         self._peak = max(self._peak, most)
 
 
@@ -270,20 +296,29 @@ def measurements_of(
 def _recorded_gradients(
     trace: Trace, metered: Metered, left: tuple[Trace, Measurements] | None
 ) -> RecordedGradients:
-    written = {}
+    written, spared = {}, {}
     for position in contributions(trace):
-        name = trace[position].unit
-        amount = metered.written.get((name, trace.ends[position]), 0)
-        if left is not None and position not in metered.allocated and position < len(left[0]):
-            amount = left[1].gradients.written.get(position, 0)
-        if amount:
-            written[position] = amount
+        end = trace.ends[position]
+        key = trace[position].unit, end
+        before = left[1].gradients if left is not None else RecordedGradients()
+        if end in metered.allocated:
+            most = metered.allocated[end]
+            written[position] = metered.written.get(key, 0)
+            less = most - metered.without.get(key, most)
+            spared[position] = min(written[position], max(0, less))
+        else:
+            written[position] = before.written.get(position, 0)
+            spared[position] = before.spared.get(position, 0)
     # The program that the window began with may have reduced a unit for the first time later
     # than a window that follows none.
     shards = (
         {} if left is not None else {name: size for name, size in metered.shards.items() if size}
     )
-    return RecordedGradients(written, shards)
+    return RecordedGradients(_positive(written), _positive(spared), shards)
+
+
+def _positive(sizes: Mapping[int, int]) -> dict[int, int]:
+    return {position: size for position, size in sizes.items() if size}
 
 
 def flatten(trace: Trace, measurements: Measurements) -> list[int]:
@@ -299,6 +334,7 @@ def flatten(trace: Trace, measurements: Measurements) -> list[int]:
         *(
             (
                 *(measurements.gradients.written.get(at, 0) for at in contributions(trace)),
+                *(measurements.gradients.spared.get(at, 0) for at in contributions(trace)),
                 *(measurements.gradients.shards.get(name, 0) for name in names),
             )
             if measurements.room is not None
@@ -325,9 +361,12 @@ def unflatten(trace: Trace, numbers: Sequence[int], measurements: Measurements) 
     )
     if measurements.room is None:
         return Measurements(durations)
-    room, written, shards = rest[:events], rest[events:-units], rest[-units:]
+    room, products, shards = rest[:events], rest[events:-units], rest[-units:]
+    backwards = contributions(trace)
+    written, spared = products[: len(backwards)], products[len(backwards) :]
     gradients = RecordedGradients(
-        {at: size for at, size in zip(contributions(trace), written, strict=True) if size},
+        _positive(dict(zip(backwards, written, strict=True))),
+        _positive(dict(zip(backwards, spared, strict=True))),
         {name: size for name, size in zip(names, shards, strict=True) if size},
     )
     return Measurements(durations, tuple(room), measurements.peak, gradients)

@@ -14,6 +14,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from .metering import Meter
 from .units import Unit
 
@@ -186,6 +188,21 @@ class Residency:
             self.stats.bytes_reduced += unit.spec.gradient_bytes
             if all_reduce and unit.spec.replicas > 1:
                 self.stats.all_reductions += 1
+
+    def accumulators(self, unit: Unit, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Gradients for products to add to. See :meth:`Unit.accumulators`."""
+        return self._watched(unit, unit.accumulators(parameters))
+
+    def transient_gradients(
+        self, unit: Unit, parameters: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """Gradients for products to write. See :meth:`Unit.transient_gradients`."""
+        return self._watched(unit, unit.transient_gradients(parameters))
+
+    def _watched(self, unit: Unit, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+        if self.meter is not None:
+            self.meter.watch_products(unit, gradients)
+        return gradients
 
     def keep_gradients(self, unit: Unit) -> None:
         """Keep the unit's gradients full, in the dtype that they are reduced in."""

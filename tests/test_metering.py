@@ -12,7 +12,8 @@ from fsdp_fx.planning.durations import Durations
 from fsdp_fx.planning.gradients import RecordedGradients
 from fsdp_fx.planning.measurements import Measurements
 from fsdp_fx.trace import UnitSpec
-from fsdp_fx.units import Unit
+from fsdp_fx.units import Unit, allocate, mark_written
+from fsdp_fx.units.accumulators import new_accumulator
 from traces import trace
 
 TWO = "c0 F0: a b; c0 B0: b a; c0 F1: a b; c0 B1: b a"
@@ -24,7 +25,6 @@ class FakeUnit:
 
     def __init__(self, name: str) -> None:
         self.spec = UnitSpec(name, "c0", 1, 1, 1, True)
-        self.written_by_products = 0
 
 
 class FakeCommunication:
@@ -82,6 +82,18 @@ def event(meter: Meter, clock: Clock, asked: Unit, position: int, at: int, gathe
     meter.ready(position)
 
 
+def product(meter: Meter, of: Unit, size: int) -> None:
+    """A product writes a gradient of so many bytes."""
+    gradient = new_accumulator(torch.Size((size, 1)), torch.int8, torch.empty(0))
+    meter.watch_products(of, [gradient])
+    allocate(gradient)
+
+
+def reduction(meter: Meter, of: Unit) -> None:
+    meter.begin_reduction(of)
+    meter.end_reduction(of)
+
+
 # The meter
 
 
@@ -123,19 +135,19 @@ def test_event_that_was_never_there_has_no_duration(clock: Clock) -> None:
 def test_reduction_on_the_cpu_is_not_part_of_its_event(clock: Clock) -> None:
     meter, a, b = meter_of(), unit("c0.a"), unit("c0.b")
 
-    def reduction(of: Unit, spent: int) -> None:
+    def reduction_taking(of: Unit, spent: int) -> None:
         meter.begin_reduction(of)
         clock.now += spent
         meter.end_reduction(of)
 
     event(meter, clock, b, 0, at=0, gather=10)
     clock.now = 40
-    reduction(b, 25)
+    reduction_taking(b, 25)
     event(meter, clock, a, 1, at=70, gather=10)
     clock.now = 100
     meter.close()
-    reduction(a, 12)  # left to the close: part of no event
-    reduction(b, 20)
+    reduction_taking(a, 12)  # left to the close: part of no event
+    reduction_taking(b, 20)
     metered = meter.evaluate({})
     assert metered.compute == {0: 70 - 10 - 25, 1: 100 - 80}
     assert metered.reductions == {"c0.a": 12, "c0.b": 20}
@@ -233,15 +245,42 @@ def test_room_of_a_left_program_stands_where_nothing_was_metered() -> None:
 def test_what_products_wrote_is_noted_at_the_event_of_the_reduction(clock: Clock) -> None:
     meter, a, b = meter_of(), unit("c0.a"), unit("c0.b")
     event(meter, clock, b, 2, at=0, gather=1)
-    cast(Any, b).written_by_products = 70
-    meter.begin_reduction(b)
+    product(meter, b, 40)
+    product(meter, b, 30)
+    # What is there already is not written.
+    meter.watch_products(b, [mark_written(torch.ones(9, 1))])
+    reduction(meter, b)
     event(meter, clock, a, 3, at=10, gather=1)
-    meter.begin_reduction(a)
+    reduction(meter, a)
     meter.close()
-    meter.begin_reduction(b)  # left to the close: of no event
+    reduction(meter, b)  # left to the close: of no event
     metered = meter.evaluate({"c0.a": 5})
     assert metered.written == {("c0.b", 2): 70, ("c0.a", 3): 0}
     assert metered.shards == {"c0.a": 5}
+
+
+def test_memory_is_noted_without_what_products_had_written_by_then(clock: Clock) -> None:
+    meter, a, b = meter_of(memory=True), unit("c0.a"), unit("c0.b")
+    event(meter, clock, b, 2, at=0, gather=1)
+    clock.most = 500  # before any product
+    product(meter, b, 40)
+    clock.most = 520  # beside the first: 480 without it
+    product(meter, b, 30)
+    clock.most = 600  # beside both, and what the reduction took: 530
+    reduction(meter, b)
+    clock.most = 540  # after the reduction
+    event(meter, clock, a, 3, at=10, gather=1)
+    clock.most = 410
+    product(meter, a, 20)
+    clock.most = 500
+    event(meter, clock, b, 4, at=20, gather=1)
+    clock.most = 700  # a's product is there still: 680 without it
+    reduction(meter, a)
+    meter.close()
+    metered = meter.evaluate({})
+    assert metered.allocated == {2: 600, 3: 500, 4: 700}
+    assert metered.written == {("c0.b", 2): 70, ("c0.a", 4): 20}
+    assert metered.without == {("c0.b", 2): 540, ("c0.a", 3): 480, ("c0.a", 4): 680}
 
 
 def test_gradients_that_a_plan_does_without_are_by_backward_and_by_unit() -> None:
@@ -249,10 +288,14 @@ def test_gradients_that_a_plan_does_without_are_by_backward_and_by_unit() -> Non
     # The parent is reduced at the event that it ends with, the child's.
     written = {("c0", 3): 30, ("c0.a", 3): 20, ("c0.a", 7): 0, ("c0", 6): 9}
     metered = Metered(
-        allocated=dict.fromkeys(range(8), 1), peak=1, written=written, shards={"c0": 0, "c0.a": 4}
+        allocated=dict.fromkeys(range(8), 100),
+        peak=100,
+        written=written,
+        without={("c0", 3): 75, ("c0.a", 3): 10},
+        shards={"c0": 0, "c0.a": 4},
     )
     found = measurements_of(window, metered, per_window=False, memory=True)
-    assert found.gradients == RecordedGradients({2: 30, 3: 20}, {"c0.a": 4})
+    assert found.gradients == RecordedGradients({2: 30, 3: 20}, {2: 25, 3: 20}, {"c0.a": 4})
     without = measurements_of(window, metered, per_window=False, memory=False)
     assert without.gradients == RecordedGradients()
 
@@ -263,17 +306,18 @@ def test_gradients_of_a_left_program_stand_where_nothing_was_metered() -> None:
         Durations((1, 2, 3, 4), {}, {}),
         (11, 12, 13, 14),
         1000,
-        RecordedGradients({2: 31, 3: 32}, {"c0.a": 9}),
+        RecordedGradients({2: 31, 3: 32}, {2: 30}, {"c0.a": 9}),
     )
     metered = Metered(
         allocated=dict.fromkeys(range(3, 8), 500),
         peak=900,
         written={("c0.b", 2): 1, ("c0.a", 3): 2, ("c0.b", 6): 3},
+        without={("c0.a", 3): 499},
         shards={"c0.b": 7},
     )
     found = measurements_of(window, metered, per_window=False, memory=True, left=(before, known))
     # When a unit was first reduced here is not when it is first reduced in a recorded window.
-    assert found.gradients == RecordedGradients({2: 31, 3: 2, 6: 3}, {})
+    assert found.gradients == RecordedGradients({2: 31, 3: 2, 6: 3}, {2: 30, 3: 1}, {})
 
 
 # What ranks exchange
@@ -286,7 +330,7 @@ def test_measurements_survive_being_numbers(room: tuple[int, ...] | None, frozen
     reductions = {name: 60 + index for index, name in enumerate(UNITS) if name not in frozen}
     gradients = RecordedGradients()
     if room is not None and not frozen:
-        gradients = RecordedGradients({3: 5, 2: 6}, {"c0.b": 7})
+        gradients = RecordedGradients({3: 5, 2: 6}, {3: 4}, {"c0.b": 7})
     measured = Measurements(
         Durations((1, 2, 3, 4), {"c0.b": 51, "c0.a": 50}, reductions),
         room,
@@ -297,9 +341,9 @@ def test_measurements_survive_being_numbers(room: tuple[int, ...] | None, frozen
     assert unflatten(window, numbers, measured) == measured
     # The order is that of the trace, however the dictionaries of a rank are ordered.
     assert numbers[:6] == [1, 2, 3, 4, 50, 51]
-    assert len(numbers) == 4 + 2 + 2 + (4 + (2 - len(frozen)) + 2 if room else 0)
+    assert len(numbers) == 4 + 2 + 2 + (4 + 2 * (2 - len(frozen)) + 2 if room else 0)
     if gradients.written:
-        assert numbers[-4:] == [6, 5, 0, 7]
+        assert numbers[-6:] == [6, 5, 0, 4, 0, 7]
     doubled = unflatten(window, [2 * number for number in numbers], measured)
     assert doubled.durations == Durations(
         (2, 4, 6, 8),
@@ -308,4 +352,4 @@ def test_measurements_survive_being_numbers(room: tuple[int, ...] | None, frozen
     )
     assert doubled.room == (None if room is None else (14, 16, 18, 20))
     if gradients.written:
-        assert doubled.gradients == RecordedGradients({2: 12, 3: 10}, {"c0.b": 14})
+        assert doubled.gradients == RecordedGradients({2: 12, 3: 10}, {3: 8}, {"c0.b": 14})

@@ -93,11 +93,13 @@ def gradient_bytes(
         end = window.ends[position]
         before, after = index > 0 and kept[index - 1], index < len(kept) and kept[index]
         written = min(recorded.written.get(position, 0), unit.kept_gradient_bytes)
+        spared = min(recorded.spared.get(position, 0), written)
         unreduced = all(kept[: index + 1]) and after
         first = max(position, ended + 1)
         for event in range(first, end):
             there[event] += unit.kept_gradient_bytes * (before or (after and written > 0))
-        there[end] += (unit.kept_gradient_bytes - written) * (before or after)
+        if before or after:
+            there[end] += unit.kept_gradient_bytes - (spared if before else written)
         if unreduced and before:
             for event in range(min(first, end), end + 1):
                 there[event] -= recorded.shards.get(unit.name, 0)
@@ -168,17 +170,20 @@ def most_bytes_saved(
 @st.composite
 def recordings(draw: st.DrawFn, window: Trace) -> RecordedGradients:
     """What the recording of a window may have had of gradients."""
-    written = {
-        position: draw(st.integers(0, window.unit(window[position].unit).gradient_bytes))
-        for position in window.reduces
-        if draw(st.booleans())
-    }
+    written, spared = (
+        {
+            position: draw(st.integers(0, window.unit(window[position].unit).gradient_bytes))
+            for position in window.reduces
+            if draw(st.booleans())
+        }
+        for _ in range(2)
+    )
     shards = {
         unit.name: draw(st.integers(0, unit.gradient_bytes))
         for unit in window.units
         if draw(st.booleans())
     }
-    return RecordedGradients(written, shards)
+    return RecordedGradients(written, spared, shards)
 
 
 @settings(max_examples=70)

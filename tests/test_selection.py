@@ -28,12 +28,23 @@ def curve(parts: Sequence[Part], length: int) -> list[int]:
     ]
 
 
-def taken(
-    chosen: Collection[int], written: int = 0, shards: int = 0, window: Trace = ACCUMULATION
-) -> list[int]:
-    recorded = RecordedGradients(
-        dict.fromkeys(window.reduces, written), {unit.name: shards for unit in window.units}
+def recording(window: Trace, written: int, spared: int, shards: int) -> RecordedGradients:
+    """The same for every backward and unit."""
+    return RecordedGradients(
+        dict.fromkeys(window.reduces, written),
+        dict.fromkeys(window.reduces, spared),
+        {unit.name: shards for unit in window.units},
     )
+
+
+def taken(
+    chosen: Collection[int],
+    written: int = 0,
+    spared: int = 1000,
+    shards: int = 0,
+    window: Trace = ACCUMULATION,
+) -> list[int]:
+    recorded = recording(window, written, spared, shards)
     (own,) = chains(window, recorded)
     return curve(own.held(chosen), len(window))
 
@@ -56,6 +67,12 @@ def test_what_products_wrote_is_not_there_besides_what_they_add_to() -> None:
     assert taken([0, 1], written=150) == [0, 250, 400, 250, 400, 250]
     # No more than there is: the dtype that gradients are kept in may be the smaller one.
     assert taken([0], written=900) == [0, 0, 400, 0, 0, 0]
+
+
+def test_gradient_that_was_kept_before_is_there_before_products_write() -> None:
+    # Recorded, the backward took the most when 100 bytes of 150 had been written.
+    assert taken([0], written=150, spared=100) == [0, 250, 400, 300, 0, 0]
+    assert taken([0, 1], written=150, spared=100) == [0, 250, 400, 300, 400, 300]
 
 
 def test_shards_are_not_there_before_the_first_reduction() -> None:
@@ -83,6 +100,7 @@ def test_frozen_units_and_those_with_one_backward_have_nothing_to_keep() -> None
 def recordings(draw: st.DrawFn, window: Trace) -> RecordedGradients:
     size = st.integers(0, 250)
     return RecordedGradients(
+        {position: draw(size) for position in window.reduces if draw(st.booleans())},
         {position: draw(size) for position in window.reduces if draw(st.booleans())},
         {unit.name: draw(size) for unit in window.units if draw(st.booleans())},
     )
@@ -147,6 +165,7 @@ def instance(seed: int, units: int = 4, microbatches: int = 4) -> Instance:
     window = trace("; ".join(calls), sizes)
     recorded = RecordedGradients(
         {at: generator.choice((0, 200)) for at in window.reduces},
+        {at: generator.choice((0, 50, 200)) for at in window.reduces},
         {unit.name: generator.choice((0, 100, 250)) for unit in window.units},
     )
     items = []
@@ -185,7 +204,7 @@ def test_gradients_of_the_size_of_their_shards_cost_nothing_from_the_beginning_o
     window = trace(
         "; ".join(f"c F{m}: a b; c B{m}: b a" for m in range(5)), {"c.a": 100, "c.b": 100}
     )
-    recorded = RecordedGradients(dict.fromkeys(window.reduces, 400), {"c.a": 400, "c.b": 400})
+    recorded = recording(window, 400, 400, 400)
     found = select([], chains(window, recorded), [0] * len(window))
     assert found.gradients == (frozenset(range(4)),) * 2
     assert found.unproven == 0
@@ -197,7 +216,7 @@ def test_gradients_that_are_kept_from_the_beginning_come_before_what_costs_more(
     # Taken one by one, the gathers fill the room before a gradient becomes cheap.
     monkeypatch.setattr(selection, "_PROGRAM_CHOICES", 0)
     window = trace("; ".join(f"c F{m}: a; c B{m}: a" for m in range(6)))
-    recorded = RecordedGradients(dict.fromkeys(window.reduces, 300), {"c.a": 300})
+    recorded = recording(window, 300, 300, 300)
     items = [Item(100, 100, ((at, at + 1),)) for at in window.reduces]
     found = select(items, chains(window, recorded), [100] * len(window))
     assert found.gradients == (frozenset(range(5)),)

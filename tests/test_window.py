@@ -30,7 +30,7 @@ class Unit:
         self.contributed = self.has_gradients = self.has_reduced_gradients = False
         self.trainable = spec.trainable
         self.has_partial_sums = False
-        self.written_by_products = self.reduced_gradient_bytes = 0
+        self.reduced_gradient_bytes = 0
 
     def _note(self, what: str) -> None:
         self.notes.append(f"{what} {self.spec.name.removeprefix('m.')}")

@@ -154,12 +154,12 @@ def lower(
                 slot, parameter = lent_by[name]
                 wanted.setdefault(slot, []).append((parameter, name))
         for slot, pairs in wanted.items():
-            if not keeps_gradients:
-                method = "scratch_gradients"
-            else:
-                method = "transient_gradients" if slot in reduced_at_once else "accumulators"
             parameters = [values[parameter] for parameter, _ in pairs]
-            lent = graph.call_method(method, (unit[slot], parameters))
+            if keeps_gradients:
+                method = "transient_gradients" if slot in reduced_at_once else "accumulators"
+                lent = graph.call_method(method, (residency, unit[slot], parameters))
+            else:
+                lent = graph.call_method("scratch_gradients", (unit[slot], parameters))
             for place, (_, name) in enumerate(pairs):
                 values[name] = graph.create_node(
                     "call_function", operator.getitem, (lent, place), name=name

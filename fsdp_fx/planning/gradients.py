@@ -8,8 +8,10 @@ gradients, the shards. A plan that keeps the gradient has it instead of these:
   are not there yet;
 - at a backward that it is kept before or after, once: what one backward leaves the next adds
   to. Products write it where it is kept, so what they wrote in the recorded window
-  (:attr:`RecordedGradients.written`) does not come on top of it. What autograd computes does:
-  it is there until it has been added;
+  (:attr:`RecordedGradients.written`) does not come on top of it: one after the other, as it
+  grew there; but a gradient that was kept before is there in whole from the beginning
+  (:attr:`RecordedGradients.spared`). What autograd computes does come on top: it is there until
+  it has been added;
 - at the end of a backward that it is kept after, also where none was kept before: there it is
   brought into the dtype that it is kept in, beside the buffer of the reduction before.
 
@@ -38,11 +40,14 @@ class RecordedGradients:
     Args:
         written: by the position of a backward event after which its unit was reduced: bytes of
             the full gradient that products wrote, which where it is kept they add to instead.
+        spared: of these, by how much less memory the event would have taken without them: they
+            may not have been there yet when it took the most.
         shards: by unit, bytes of the reduced gradients that were there when the window closed
             and not when it opened.
     """
 
     written: Mapping[int, int] = field(default_factory=dict)
+    spared: Mapping[int, int] = field(default_factory=dict)
     shards: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -60,6 +65,7 @@ class Chain:
         begins: where each begins to count: at its event, or where the one before has ended.
         ends: the last event that had begun when it ended.
         written: of each, as in :class:`RecordedGradients`.
+        spared: of each, as there; no more than was written.
         shards: bytes of the unit's reduced gradients.
     """
 
@@ -69,6 +75,7 @@ class Chain:
     begins: tuple[int, ...]
     ends: tuple[int, ...]
     written: tuple[int, ...]
+    spared: tuple[int, ...]
     shards: int
 
     @property
@@ -88,6 +95,10 @@ class Chain:
         """What a kept gradient takes at the end of a backward."""
         return (self.ends[index], self.ends[index] + 1, self.kept - self.written[index])
 
+    def rest(self, index: int) -> Part:
+        """What it takes there besides if it was kept before."""
+        return (self.ends[index], self.ends[index] + 1, self.written[index] - self.spared[index])
+
     def whole(self, index: int) -> tuple[int, int]:
         """The events of a backward, half-open."""
         return min(self.begins[index], self.ends[index]), self.ends[index] + 1
@@ -106,6 +117,8 @@ class Chain:
                 parts.append(self.lead(index))
             if before or after:
                 parts.append(self.end(index))
+            if before:
+                parts.append(self.rest(index))
             unreduced = unreduced and after
             if unreduced and before:
                 parts.append((*self.whole(index), -self.shards))
@@ -132,6 +145,7 @@ class Chain:
             parts.append(self.lead(index + 1))
         if not after:
             parts.append(self.end(index + 1))
+        parts.append(self.rest(index + 1))
         return [(start, stop, max(0, size)) for start, stop, size in parts if start < stop]
 
 
@@ -152,6 +166,7 @@ def chains(trace: Trace, recorded: RecordedGradients) -> list[Chain]:
             continue
         ends = [trace.ends[position] for position in own]
         before = [-1, *ends]
+        written = [min(recorded.written.get(at, 0), unit.kept_gradient_bytes) for at in own]
         result.append(
             Chain(
                 kept=unit.kept_gradient_bytes,
@@ -159,8 +174,10 @@ def chains(trace: Trace, recorded: RecordedGradients) -> list[Chain]:
                 positions=tuple(own),
                 begins=tuple(max(at, last + 1) for at, last in zip(own, before, strict=False)),
                 ends=tuple(ends),
-                written=tuple(
-                    min(recorded.written.get(at, 0), unit.kept_gradient_bytes) for at in own
+                written=tuple(written),
+                spared=tuple(
+                    min(recorded.spared.get(at, 0), most)
+                    for at, most in zip(own, written, strict=True)
                 ),
                 shards=recorded.shards.get(unit.name, 0),
             )

@@ -158,6 +158,7 @@ class _Problem:
                     (*chain.gap(index), chain.kept - chain.shards),
                     _less(chain.lead(index + 1), chain.shards),
                     _less(chain.end(index + 1), chain.shards),
+                    chain.rest(index + 1),
                 ):
                     if size > 0 and start < stop:
                         parts.append((start, stop, size))
@@ -189,6 +190,8 @@ class _Problem:
                     program.occupy(end, [chain.lead(index)])
                 elif index:
                     program.occupy(own[index - 1], [chain.lead(index)])
+                if index:
+                    program.occupy(own[index - 1], [chain.rest(index)])
                 if index in chain.choices:
                     program.occupy(own[index], [(*chain.gap(index), chain.kept)])
                     relieved: list[Part] = [(*chain.gap(index), -chain.shards)]

@@ -9,7 +9,7 @@ Supported: torch 2.11 to 2.14. On another torch the import fails and names the
 attribute that is missing.
 """
 
-from .accumulators import allocate, is_fresh, mark_written
+from .accumulators import allocate, is_fresh, mark_written, when_allocated
 from .adoption import (
     ShardedModule,
     attach,
@@ -43,4 +43,5 @@ __all__ = [
     "require_unshared",
     "storage_key",
     "unit_of_tensor",
+    "when_allocated",
 ]

@@ -12,11 +12,14 @@ Who makes a buffer, and when, is :mod:`fsdp_fx.units.unit`'s business; what adds
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
-__all__ = ["allocate", "is_fresh", "mark_written", "new_accumulator"]
+__all__ = ["allocate", "is_fresh", "mark_written", "new_accumulator", "when_allocated"]
 
 _FRESH = "_fsdp_fx_fresh"
+_WATCHED = "_fsdp_fx_watched"
 
 
 def new_accumulator(shape: torch.Size, dtype: torch.dtype, like: torch.Tensor) -> torch.Tensor:
@@ -28,8 +31,17 @@ def new_accumulator(shape: torch.Size, dtype: torch.dtype, like: torch.Tensor) -
     return buffer
 
 
+def when_allocated(buffer: torch.Tensor, then: Callable[[], None]) -> None:
+    """Call ``then`` right before a new buffer gets its memory."""
+    setattr(buffer, _WATCHED, then)
+
+
 def allocate(buffer: torch.Tensor) -> None:
     """Give a new buffer its memory, on the current stream."""
+    then: Callable[[], None] | None = getattr(buffer, _WATCHED, None)
+    if then is not None:
+        delattr(buffer, _WATCHED)
+        then()
     storage = buffer.untyped_storage()
     if not storage.size():
         storage.resize_(buffer.numel() * buffer.element_size())

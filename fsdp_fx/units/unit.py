@@ -161,8 +161,6 @@ class Unit:
         contributed: whether a backward that accumulates gradients has begun or ended
             since the last reduction: the same on every rank, whoever has gradients.
         communication: the streams shared by the context's units.
-        written_by_products: bytes of full gradients that products have written since the last
-            reduction, where they would have added to gradients that had been kept.
     """
 
     __slots__ = (
@@ -189,7 +187,6 @@ class Unit:
         "reduced",
         "spec",
         "unsharded",
-        "written_by_products",
     )
 
     def __init__(self, group: FSDPParamGroup, spec: UnitSpec, communication: Communication) -> None:
@@ -203,7 +200,6 @@ class Unit:
         self.in_flight = False
         self.unsharded = False
         self.contributed = False
-        self.written_by_products = 0
         self._exposures = 0
         self._sharding: Sharding | None = None
         self._gather: GatherInFlight | None = None
@@ -447,7 +443,6 @@ class Unit:
                 parameter._unsharded_param.grad = None
             parameter.unsharded_accumulated_grad = None
         self.contributed = False
-        self.written_by_products = 0
         self.group._partial_reduce_output = None
         self._partial_layout = None
 
@@ -720,7 +715,7 @@ class Unit:
             # reduced: it may be the gradient of another parameter, too.
             gradient = parameter.unsharded_accumulated_grad
             if gradient is None:
-                gradient = self._new_gradient(tensor, self._gradient_dtype(parameter))
+                gradient = new_accumulator(tensor.shape, self._gradient_dtype(parameter), tensor)
             elif is_fresh(gradient) is None:
                 gradient = mark_written(gradient.contiguous())
             parameter.unsharded_accumulated_grad = gradient
@@ -752,27 +747,21 @@ class Unit:
                 and unsharded.grad is None
                 and not parameter.is_dtensor
             ):
-                unsharded.grad = self._new_gradient(tensor, tensor.dtype)
+                unsharded.grad = new_accumulator(tensor.shape, tensor.dtype, tensor)
                 result.append(unsharded.grad)
             else:
                 result.extend(self.accumulators([tensor]))
         return result
-
-    def _new_gradient(self, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        self.written_by_products += parameter.numel() * dtype.itemsize
-        return new_accumulator(parameter.shape, dtype, parameter)
 
     def drop_unwritten_gradients(self) -> None:
         """Take back the gradients that were given to products which have not written them."""
         for parameter in self.group.fsdp_params:
             gradient = parameter.unsharded_accumulated_grad
             if gradient is not None and is_fresh(gradient):
-                self.written_by_products -= gradient.nbytes
                 parameter.unsharded_accumulated_grad = None
             if hasattr(parameter, "_unsharded_param"):
                 gradient = parameter._unsharded_param.grad
                 if gradient is not None and is_fresh(gradient):
-                    self.written_by_products -= gradient.nbytes
                     parameter._unsharded_param.grad = None
 
     def scratch_gradients(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -829,7 +818,6 @@ class Unit:
                 "a window; call requires_grad_() on a replicated unit between windows"
             )
         self.contributed = False
-        self.written_by_products = 0
         self.reduced = True
         self.collectives += 1
         group = self.group
