@@ -5,10 +5,10 @@ From a budget (:func:`budgeted_room`), or from the memory that a recorded window
 are outside of both: whoever asks for them has the memory.
 
 What is recorded contains what the scheduler itself held while it recorded: units gathered on
-demand, what was cast or copied for that, and the inputs of reductions. The first two are in use
-in any plan alike. What differs is the input of the reduction before, which stays until the next
-one: recorded, it is that of the last unit reduced; in a plan it may be that of any unit reduced
-so far. The reduced gradients' shards are counted as if none came later than recorded.
+demand, what was cast or copied for that, and gradients. The first two are in use in any plan
+alike; for the gradients of units see :mod:`fsdp_fx.planning.gradients`. The input of the
+reduction before stays until the next one: recorded, it is that of the last unit reduced, and is
+left out of what is noted; in a plan it may be that of any unit reduced so far.
 """
 
 from __future__ import annotations
@@ -58,15 +58,14 @@ def budgeted_room(budget: int, lookahead: Sequence[int]) -> list[int]:
     return [budget + covered for covered in lookahead]
 
 
-def recorded_room(trace: Trace, allocated: Sequence[int], peak: int, per_window: bool) -> list[int]:
+def recorded_room(trace: Trace, allocated: Sequence[int], peak: int) -> list[int]:
     """The room under the recorded peak.
 
     Args:
         trace: the recorded window: gathers on demand, units freed after use.
-        allocated: the most bytes allocated at any time from each event to the next.
+        allocated: the most bytes allocated at any time from each event to the next, besides
+            the input of the reduction before.
         peak: the most bytes allocated at any time in the window, its close included.
-        per_window: whether gradients were kept in the window and reduced at its close;
-            otherwise each was reduced as soon as it could be.
 
     Returns:
         One value per event, in bytes, not negative.
@@ -83,11 +82,7 @@ def recorded_room(trace: Trace, allocated: Sequence[int], peak: int, per_window:
             f"peak of {peak}"
         )
     planned = list(accumulate(reduction_buffers(trace), max))
-    recorded = [0] * len(trace) if per_window else reduction_buffers(trace)
-    return [
-        max(0, peak - there + before - after)
-        for there, before, after in zip(allocated, recorded, planned, strict=True)
-    ]
+    return [max(0, peak - there - held) for there, held in zip(allocated, planned, strict=True)]
 
 
 def reduction_buffers(trace: Trace) -> list[int]:
