@@ -666,6 +666,7 @@ class FSDPContext:
             measurements = measurements_of(
                 trace,
                 metered,
+                per_window=self._options.reduce_gradients == "per_window",
                 memory=self._window.meters_memory,
                 left=(left.program.trace, left.measurements) if left is not None else None,
             )

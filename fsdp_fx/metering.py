@@ -40,12 +40,11 @@ class Metered:
         compute: by position, the time from the moment its unit was there to the next event.
         gathers: by unit, the shortest time that a gather of it took.
         reductions: by unit, the shortest time that a reduction of it took.
-        allocated: by position, the most bytes allocated from that event to the next, besides
-            the input of the reduction before, which is held until the next one.
+        allocated: by position, the most bytes allocated from that event to the next.
         peak: the most bytes allocated at any time that was metered, the close included.
         written: by unit and the event under way when it was reduced: bytes of its full
             gradients that products had written.
-        without: by unit and event, the most of these bytes, less what products had written of the unit's full gradients at that time.
+        without: by unit and event, the most bytes allocated from that event to the next, less what products had written of the unit's full gradients at that time.
         shards: by unit, bytes of the reduced gradients that came in the window.
     """
 
@@ -81,7 +80,6 @@ class Meter:
         self._reductions: list[tuple[str, _Mark, _Mark, int | None]] = []
         self._begun: _Mark | None = None
         self._products: dict[str, int] = {}  # bytes of each unit that are there now
-        self._input = 0  # bytes of the last reduction's
         self._written: dict[tuple[str, int], int] = {}
         self._without: dict[tuple[str, int], int] = {}
         self._allocated: dict[int, int] = {}
@@ -136,9 +134,6 @@ class Meter:
     def begin_reduction(self, unit: Unit) -> None:
         """A reduction of ``unit`` is about to be issued."""
         self._begun = self._mark(None)
-        # The input before goes first. What there was until here has been noted beside it.
-        self._note_memory()
-        self._input = unit.spec.gradient_bytes
         if self._at is not None and self._closed is None:
             self._written[unit.spec.name, self._at] = self._products.get(unit.spec.name, 0)
 
@@ -149,8 +144,8 @@ class Meter:
             at = self._at if self._closed is None else None
             self._reductions.append((unit.spec.name, self._begun, ended, at))
             self._begun = None
-        self._note_memory()
-        if unit.spec.name in self._products:
+        if self._products.get(unit.spec.name):
+            self._note_memory()
             self._products[unit.spec.name] = 0
 
     def watch_products(self, unit: Unit, gradients: Sequence[torch.Tensor]) -> None:
@@ -221,7 +216,6 @@ class Meter:
         most = torch.accelerator.max_memory_allocated(self._device)
         torch.accelerator.reset_peak_memory_stats(self._device)
         self._peak = max(self._peak, most)
-        most = max(0, most - self._input)
         if self._at is not None:
             self._allocated[self._at] = max(most, self._allocated.get(self._at, 0))
             for name, size in self._products.items():
@@ -245,6 +239,7 @@ def _since(before: _Mark | None, begun: _Mark, ended: _Mark) -> int:
 def measurements_of(
     trace: Trace,
     metered: Metered,
+    per_window: bool,
     memory: bool,
     left: tuple[Trace, Measurements] | None = None,
 ) -> Measurements:
@@ -256,6 +251,7 @@ def measurements_of(
     Args:
         trace: the window's.
         metered: its marks.
+        per_window: whether gradients were kept until the close.
         memory: whether memory was noted.
         left: the program that the window followed in its beginning, where nothing was
             metered, and what had been measured of it.
@@ -288,7 +284,7 @@ def measurements_of(
     if left is not None and left[1].peak is not None:
         peak = max(peak, left[1].peak)
     allocated = [metered.allocated.get(position, peak) for position in range(len(trace))]
-    room = recorded_room(trace, allocated, peak)
+    room = recorded_room(trace, allocated, peak, per_window)
     if left is not None and left[1].room is not None:
         for position in range(min(len(room), len(left[1].room))):
             if position not in metered.allocated:

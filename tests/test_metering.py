@@ -23,8 +23,8 @@ UNITS = ("c0.a", "c0.b")
 class FakeUnit:
     """What a meter asks a unit for."""
 
-    def __init__(self, name: str, gradient: int) -> None:
-        self.spec = UnitSpec(name, "c0", 1, 1, gradient, True)
+    def __init__(self, name: str) -> None:
+        self.spec = UnitSpec(name, "c0", 1, 1, 1, True)
 
 
 class FakeCommunication:
@@ -62,8 +62,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def unit(name: str, gradient: int = 5) -> Unit:
-    return cast(Unit, FakeUnit(name, gradient))
+def unit(name: str) -> Unit:
+    return cast(Unit, FakeUnit(name))
 
 
 def meter_of(memory: bool = False) -> Meter:
@@ -176,7 +176,7 @@ def test_memory_is_the_most_between_two_events_and_the_close_counts_for_the_peak
 
 
 def durations_of(metered: Metered, text: str = TWO, **options: Any) -> Durations:
-    options = {"memory": False, **options}
+    options = {"per_window": False, "memory": False, **options}
     durations = measurements_of(trace(text), metered, **options).durations
     assert durations is not None
     return durations
@@ -200,7 +200,7 @@ def test_event_that_was_not_metered_is_like_others_of_its_unit_and_phase() -> No
 def test_collectives_are_there_for_every_unit_and_reductions_for_trained_ones() -> None:
     window = trace(TWO, frozen={"c0.b"})
     metered = Metered(gathers={"c0.a": 5}, reductions={"c0.a": 6})
-    durations = measurements_of(window, metered, memory=False).durations
+    durations = measurements_of(window, metered, per_window=False, memory=False).durations
     assert durations is not None
     assert durations.gathers == {"c0.a": 5, "c0.b": 0}
     assert durations.reductions == {"c0.a": 6}
@@ -224,20 +224,20 @@ def test_what_a_left_program_knew_stands_where_nothing_was_metered() -> None:
 
 def test_room_is_what_the_recorded_peak_leaves() -> None:
     window = trace("c0 F0: a b; c0 B0: b a")
-    metered = Metered(allocated={0: 400, 1: 700, 2: 500, 3: 100}, peak=1000)
-    found = measurements_of(window, metered, memory=True)
+    metered = Metered(allocated={0: 400, 1: 700, 2: 900, 3: 500}, peak=1000)
+    found = measurements_of(window, metered, per_window=False, memory=True)
     assert found.peak == 1000
-    assert found.room == (600, 300, 100, 500)  # the input of a reduction takes 400
-    missing = Metered(allocated={0: 400, 2: 500, 3: 100}, peak=1000)
-    found = measurements_of(window, missing, memory=True)
+    assert found.room == (600, 300, 100, 500)
+    missing = Metered(allocated={0: 400, 2: 900, 3: 500}, peak=1000)
+    found = measurements_of(window, missing, per_window=False, memory=True)
     assert found.room == (600, 0, 100, 500)  # not known: full
 
 
 def test_room_of_a_left_program_stands_where_nothing_was_metered() -> None:
     before, window = trace("c0 F0: a b; c0 B0: b a"), trace(TWO)
     known = Measurements(Durations((1, 2, 3, 4), {}, {}), (11, 12, 13, 14), 1000)
-    metered = Metered(allocated={2: 100, 3: 100, 5: 200, 6: 300, 7: 400}, peak=900)
-    found = measurements_of(window, metered, memory=True, left=(before, known))
+    metered = Metered(allocated={2: 500, 3: 500, 5: 600, 6: 700, 7: 800}, peak=900)
+    found = measurements_of(window, metered, per_window=False, memory=True, left=(before, known))
     assert found.peak == 1000
     assert found.room == (11, 12, 500, 500, 0, 400, 300, 200)
 
@@ -268,39 +268,20 @@ def test_memory_is_noted_without_what_products_had_written_by_then(clock: Clock)
     product(meter, b, 30)
     clock.most = 600  # beside both: 530
     reduction(meter, b)
-    clock.most = 545  # after the reduction, whose input of 5 bytes is there still
+    clock.most = 540  # after the reduction
     event(meter, clock, a, 3, at=10, gather=1)
-    clock.most = 415
+    clock.most = 410
     product(meter, a, 20)
-    clock.most = 505
+    clock.most = 500
     event(meter, clock, b, 4, at=20, gather=1)
-    clock.most = 705  # a's product is there still: 680 without it
+    clock.most = 700  # a's product is there still: 680 without it
     reduction(meter, a)
     meter.close()
     metered = meter.evaluate({})
     assert metered.allocated == {2: 600, 3: 500, 4: 700}
-    assert metered.peak == 705
+    assert metered.peak == 700
     assert metered.written == {("c0.b", 2): 70, ("c0.a", 4): 20}
     assert metered.without == {("c0.b", 2): 540, ("c0.a", 3): 480, ("c0.a", 4): 680}
-
-
-def test_memory_is_noted_without_the_input_of_the_reduction_before(clock: Clock) -> None:
-    meter, a, b = meter_of(memory=True), unit("c0.a", gradient=70), unit("c0.b", gradient=200)
-    event(meter, clock, b, 0, at=0, gather=1)
-    clock.most = 100
-    meter.begin_reduction(b)
-    clock.most = 350  # its own input
-    meter.end_reduction(b)
-    clock.most = 320
-    event(meter, clock, a, 1, at=10, gather=1)
-    clock.most = 400  # beside that of b
-    meter.begin_reduction(a)
-    clock.most = 290  # beside its own, that of b is gone
-    meter.end_reduction(a)
-    meter.close()
-    metered = meter.evaluate({})
-    assert metered.allocated == {0: 150, 1: 220}
-    assert metered.peak == 400
 
 
 def test_gradients_that_a_plan_does_without_are_by_backward_and_by_unit() -> None:
@@ -314,9 +295,9 @@ def test_gradients_that_a_plan_does_without_are_by_backward_and_by_unit() -> Non
         without={("c0", 3): 75, ("c0.a", 3): 10},
         shards={"c0": 0, "c0.a": 4},
     )
-    found = measurements_of(window, metered, memory=True)
+    found = measurements_of(window, metered, per_window=False, memory=True)
     assert found.gradients == RecordedGradients({2: 30, 3: 20}, {2: 25, 3: 20}, {"c0.a": 4})
-    without = measurements_of(window, metered, memory=False)
+    without = measurements_of(window, metered, per_window=False, memory=False)
     assert without.gradients == RecordedGradients()
 
 
@@ -335,7 +316,7 @@ def test_gradients_of_a_left_program_stand_where_nothing_was_metered() -> None:
         without={("c0.a", 3): 499},
         shards={"c0.b": 7},
     )
-    found = measurements_of(window, metered, memory=True, left=(before, known))
+    found = measurements_of(window, metered, per_window=False, memory=True, left=(before, known))
     # When a unit was first reduced here is not when it is first reduced in a recorded window.
     assert found.gradients == RecordedGradients({2: 31, 3: 2, 6: 3}, {2: 30, 3: 1}, {})
 

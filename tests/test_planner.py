@@ -107,6 +107,16 @@ def gradient_bytes(
             for event in range(end + 1, own[index + 1]):
                 there[event] += unit.kept_gradient_bytes
                 there[event] -= recorded.shards.get(unit.name, 0) * unreduced
+            # An earlier reduction's input stays until the next one.
+            order = sorted(
+                (p for p in window.reduces if window.unit(window[p].unit).trainable),
+                key=window.end_order,
+            )
+            place = order.index(position)
+            sizes = [window.unit(window[p].unit).gradient_bytes for p in order]
+            more = max(0, max(sizes[:place], default=0) - unit.gradient_bytes)
+            for event in range(end, window.ends[order[place + 1]] + 1):
+                there[event] += more
         ended = end
     return there
 

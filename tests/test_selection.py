@@ -91,6 +91,15 @@ def test_gradient_of_a_parent_counts_before_its_end_if_products_write_it_there()
     assert taken([0], written=100, window=window) == [400, 300, 400, 300]
 
 
+def test_input_of_an_earlier_and_larger_reduction_stays_where_none_follows() -> None:
+    window = trace("m B0: b a; m B1: b a", {"m.a": 10, "m.b": 30})
+    large, small = sorted(chains(window, RecordedGradients()), key=lambda own: -own.kept)
+    # Recorded, the input of a, 40 bytes, replaced that of b, 120, at event 1.
+    assert small.inputs == ((1, 3, 80),)
+    assert curve(small.held([0]), 4) == [0, 120, 120, 40]
+    assert curve(large.held([0]), 4) == [120, 120, 120, 0]
+
+
 def test_frozen_units_and_those_with_one_backward_have_nothing_to_keep() -> None:
     window = trace("m F0: a b; m B0: b a; m F1: b; m B1: b", frozen={"m.b"})
     assert chains(window, RecordedGradients()) == []

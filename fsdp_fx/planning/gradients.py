@@ -15,6 +15,10 @@ gradients, the shards. A plan that keeps the gradient has it instead of these:
 - at the end of a backward that it is kept after, also where none was kept before: there it is
   brought into the dtype that it is kept in, beside the buffer of the reduction before.
 
+And it may have the input of another reduction: that of the last one stays until the next. Where
+a gradient is kept that was reduced when recorded, an earlier one stays, of at most the largest
+unit so far.
+
 What a choice takes thus depends on the choices before and after it for the same unit, and is
 never more beside others than alone. Which gradients to keep is decided by
 :mod:`fsdp_fx.planning.selection`.
@@ -24,6 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from fsdp_fx.planning.memory import contributions
 from fsdp_fx.trace import Trace
@@ -67,6 +72,8 @@ class Chain:
         written: of each, as in :class:`RecordedGradients`.
         spared: of each, as there; no more than was written.
         shards: bytes of the unit's reduced gradients.
+        inputs: of each but the last, what an earlier reduction's input may take beyond that of
+            this backward's, if there is none.
     """
 
     kept: int
@@ -77,6 +84,7 @@ class Chain:
     written: tuple[int, ...]
     spared: tuple[int, ...]
     shards: int
+    inputs: tuple[Part, ...]
 
     @property
     def choices(self) -> range:
@@ -124,6 +132,7 @@ class Chain:
                 parts.append((*self.whole(index), -self.shards))
             if after:
                 parts.append((*self.gap(index), self.kept - self.shards * unreduced))
+                parts.append(self.inputs[index])
         return [part for part in parts if part[0] < part[1]]
 
     def added(self, index: int, chosen: Collection[int]) -> list[Part]:
@@ -146,6 +155,7 @@ class Chain:
         if not after:
             parts.append(self.end(index + 1))
         parts.append(self.rest(index + 1))
+        parts.append(self.inputs[index])
         return [(start, stop, max(0, size)) for start, stop, size in parts if start < stop]
 
 
@@ -159,6 +169,7 @@ def chains(trace: Trace, recorded: RecordedGradients) -> list[Chain]:
     positions: dict[str, list[int]] = {}
     for position in contributions(trace):
         positions.setdefault(trace[position].unit, []).append(position)
+    inputs = _inputs(trace)
     result = []
     for unit in trace.units:
         own = positions.get(unit.name, [])
@@ -180,6 +191,23 @@ def chains(trace: Trace, recorded: RecordedGradients) -> list[Chain]:
                     for at, most in zip(own, written, strict=True)
                 ),
                 shards=recorded.shards.get(unit.name, 0),
+                inputs=tuple(inputs[position] for position in own[:-1]),
             )
         )
+    return result
+
+
+def _inputs(trace: Trace) -> dict[int, Part]:
+    """From the end of each backward to that of the next: by how much an input may be larger."""
+    order = contributions(trace)
+    result: dict[int, Part] = {}
+    largest = 0
+    for position, following in pairwise(order):
+        size = trace.unit(trace[position].unit).gradient_bytes
+        result[position] = (
+            trace.ends[position],
+            trace.ends[following] + 1,
+            max(0, largest - size),
+        )
+        largest = max(largest, size)
     return result

@@ -6,9 +6,8 @@ are outside of both: whoever asks for them has the memory.
 
 What is recorded contains what the scheduler itself held while it recorded: units gathered on
 demand, what was cast or copied for that, and gradients. The first two are in use in any plan
-alike; for the gradients of units see :mod:`fsdp_fx.planning.gradients`. The input of the
-reduction before stays until the next one: recorded, it is that of the last unit reduced, and is
-left out of what is noted; in a plan it may be that of any unit reduced so far.
+alike; what differs is gradients, and the input of the reduction before, which stays until the
+next one: see :mod:`fsdp_fx.planning.gradients`.
 """
 
 from __future__ import annotations
@@ -58,14 +57,16 @@ def budgeted_room(budget: int, lookahead: Sequence[int]) -> list[int]:
     return [budget + covered for covered in lookahead]
 
 
-def recorded_room(trace: Trace, allocated: Sequence[int], peak: int) -> list[int]:
+def recorded_room(trace: Trace, allocated: Sequence[int], peak: int, per_window: bool) -> list[int]:
     """The room under the recorded peak.
 
     Args:
         trace: the recorded window: gathers on demand, units freed after use.
-        allocated: the most bytes allocated at any time from each event to the next, besides
-            the input of the reduction before.
+        allocated: the most bytes allocated at any time from each event to the next.
         peak: the most bytes allocated at any time in the window, its close included.
+        per_window: whether gradients were kept in the window and reduced at its close, where
+            a plan reduces each after its last backward; otherwise each was reduced as soon as
+            it could be.
 
     Returns:
         One value per event, in bytes, not negative.
@@ -81,8 +82,8 @@ def recorded_room(trace: Trace, allocated: Sequence[int], peak: int) -> list[int
             f"{allocated[at]} bytes allocated at event {at} ({trace[at]}) are more than the "
             f"peak of {peak}"
         )
-    planned = list(accumulate(reduction_buffers(trace), max))
-    return [max(0, peak - there - held) for there, held in zip(allocated, planned, strict=True)]
+    inputs = list(accumulate(reduction_buffers(trace), max)) if per_window else [0] * len(trace)
+    return [max(0, peak - there - held) for there, held in zip(allocated, inputs, strict=True)]
 
 
 def reduction_buffers(trace: Trace) -> list[int]:

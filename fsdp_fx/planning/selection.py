@@ -159,6 +159,7 @@ class _Problem:
                     _less(chain.lead(index + 1), chain.shards),
                     _less(chain.end(index + 1), chain.shards),
                     chain.rest(index + 1),
+                    chain.inputs[index],
                 ):
                     if size > 0 and start < stop:
                         parts.append((start, stop, size))
@@ -194,6 +195,7 @@ class _Problem:
                     program.occupy(own[index - 1], [chain.rest(index)])
                 if index in chain.choices:
                     program.occupy(own[index], [(*chain.gap(index), chain.kept)])
+                    program.occupy(own[index], [chain.inputs[index]])
                     relieved: list[Part] = [(*chain.gap(index), -chain.shards)]
                     if index:
                         relieved.append((*chain.whole(index), -chain.shards))
