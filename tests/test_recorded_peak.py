@@ -168,9 +168,7 @@ class WithoutTemporaries:
         return torch.zeros((), dtype=left.dtype).expand(left.shape[0], right.shape[1])
 
 
-def windows(
-    kind: type[Chunk], order: str, compiled: bool, options: dict[str, Any], count: int
-) -> tuple[FSDPContext, list[Curve]]:
+def sharded_chunks(kind: type[Chunk], order: str) -> list[Chunk]:
     torch._dynamo.reset()
     torch.manual_seed(0)
     mesh = init_device_mesh("cpu", (2,))
@@ -181,6 +179,23 @@ def windows(
         for layer in chunk.layers:
             fully_shard(layer, mesh=mesh, mp_policy=policy)
         fully_shard(chunk, mesh=mesh, mp_policy=policy)
+    return chunks
+
+
+def measure(order: str, chunks: Sequence[Chunk], calls: Sequence[Any], close: Any) -> Curve:
+    """One window."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        run_step(order, calls)
+        close()
+    for chunk in chunks:
+        chunk.zero_grad()
+    return curve_of(profiler)
+
+
+def windows(
+    kind: type[Chunk], order: str, compiled: bool, options: dict[str, Any], count: int
+) -> tuple[FSDPContext, list[Curve]]:
+    chunks = sharded_chunks(kind, order)
     context = FSDPContext("recorded", reduce_gradients="planned", **options)
     context.adopt(*chunks)
     calls: list[Any] = list(chunks)
@@ -190,15 +205,8 @@ def windows(
             torch.compile(chunk, backend="fsdp_fx", fullgraph=True, options=backend)
             for chunk in chunks
         ]
-    curves = []
-    for _ in range(count):
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-            run_step(order, calls)
-            context.finish_grad_sync()
-        for chunk in chunks:
-            chunk.zero_grad()
-        curves.append(curve_of(profiler))
-    return context, curves
+    close = context.finish_grad_sync
+    return context, [measure(order, chunks, calls, close) for _ in range(count)]
 
 
 @pytest.fixture
@@ -239,3 +247,21 @@ def test_automatic_budget_allocates_no_more_than_the_recorded_window(
     assert len(done.intervals) < 0.8 * events
     for curve in curves[1:]:
         assert curve.peak <= recorded.peak
+
+
+@pytest.mark.usefixtures("_without_garbage_collection", "allocator")
+@pytest.mark.parametrize("order", ["accumulation", "chunk by chunk"])
+def test_recorded_window_takes_no_more_than_fsdp2_with_compiled_layers(
+    order: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(products, "torch", WithoutTemporaries())
+    options: dict[str, Any] = {"memory_budget": "auto"}
+    _, (ours,) = windows(Chunk, ORDERS[order], True, options, 1)
+    chunks = sharded_chunks(Chunk, ORDERS[order])
+    for chunk in chunks:
+        for layer in chunk.layers:
+            layer.compile(backend="aot_eager_decomp_partition", fullgraph=True)
+    theirs = [measure(ORDERS[order], chunks, chunks, lambda: None) for _ in range(3)][-1]
+    gradient = 4 * sum(parameter.numel() for parameter in Layer().parameters())
+    print(f"{ours.peak / gradient:.2f} gradients of a layer, FSDP2 {theirs.peak / gradient:.2f}")
+    assert ours.peak <= theirs.peak

@@ -8,10 +8,10 @@ gradients, the shards. A plan that keeps the gradient has it instead of these:
   are not there yet;
 - at a backward that it is kept before or after, once: what one backward leaves the next adds
   to. Products write it where it is kept, so what they wrote in the recorded window
-  (:attr:`RecordedGradients.written`) does not come on top of it: one after the other, as it
-  grew there; but a gradient that was kept before is there in whole from the beginning
-  (:attr:`RecordedGradients.spared`). What autograd computes does come on top: it is there until
-  it has been added;
+  (:attr:`RecordedGradients.written`) does not come on top of it. A new gradient grows as that
+  did; one that was kept before is there in whole from the beginning, so that only counts what
+  was written when the backward took the most (:attr:`RecordedGradients.spared`). What autograd
+  computes does come on top: it is there until it has been added;
 - at the end of a backward that it is kept after, also where none was kept before: there it is
   brought into the dtype that it is kept in, beside the buffer of the reduction before.
 
