@@ -15,11 +15,11 @@ in its place: see :mod:`fsdp_fx.planning.gradients`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from fsdp_fx.planning.gradients import RecordedGradients, chains
+from fsdp_fx.planning.gradients import Chain, Part, RecordedGradients, chains
 from fsdp_fx.planning.memory import Interval, contributions
 from fsdp_fx.planning.packing import Item, pack
 from fsdp_fx.planning.selection import select
@@ -133,11 +133,52 @@ def keep(
         left if short else left - wanted
         for left, wanted, short in zip(room, reserved, tight, strict=True)
     ]
-    units = {unit.name: unit for unit in trace.units}
-    items: list[Item] = []
-    gathers: dict[int, int] = {}  # by item: what it saves
-    reductions: dict[int, int] = {}
-    carried: dict[int, str] = {}
+    options = _units_to_keep(trace, intervals, covered, tight, carries)
+    own: list[Chain] = []
+    if gradients and recorded is not None:
+        own = chains(trace, recorded)
+    elif gradients:
+        options += _gradients_to_keep(trace)
+    items = [option.item for option in options]
+    if own:
+        selection = select(items, own, capacity)
+        taken, unproven = [options[index] for index in selection.items], selection.unproven
+    else:
+        packing = pack(items, capacity)
+        taken, unproven = [options[index] for index in packing.taken], packing.unproven
+    reductions = {option.reduction for option in taken if option.reduction is not None}
+    parts = [part for option in taken if option.reduction is not None for part in option.item.parts]
+    for chain, chosen in zip(own, selection.gradients if own else (), strict=True):
+        reductions.update(chain.positions[index] for index in chosen)
+        parts += chain.held(chosen)
+    return Kept(
+        frozenset(option.gather for option in taken if option.gather is not None),
+        frozenset(reductions),
+        frozenset(option.carried for option in taken if option.carried is not None),
+        unproven,
+        tuple(_bytes_at_events(parts, len(trace))) if reductions else (),
+    )
+
+
+@dataclass(frozen=True)
+class _Option:
+    """Something that may be kept, and which gather or reduction that saves."""
+
+    item: Item
+    gather: int | None = None
+    reduction: int | None = None
+    carried: str | None = None
+
+
+def _units_to_keep(
+    trace: Trace,
+    intervals: Sequence[Interval],
+    covered: Sequence[int],
+    tight: Sequence[bool],
+    carries: bool,
+) -> list[_Option]:
+    size = {unit.name: unit.bytes for unit in trace.units}
+    options: list[_Option] = []
 
     def stretches(start: int, stop: int, charged: int) -> list[tuple[int, int]]:
         """The events from ``start`` to ``stop`` that count: to ``charged``, and tight ones."""
@@ -155,61 +196,42 @@ def keep(
     for interval in intervals:
         name, use = interval.unit, interval.waited
         if name in before:
-            size = units[name].bytes
             gap = tuple(stretches(before[name] + 1, use, covered[use]))
-            gathers[len(items)] = use
-            items.append(Item(size, size, gap))
+            options.append(_Option(Item(size[name], size[name], gap), gather=use))
         else:
             first[name] = interval
         before[name] = max(before.get(name, -1), interval.freed)
-    if carries:
-        for name, interval in first.items():
-            unit = units[name]
-            if not unit.trainable:
-                use = interval.waited
-                gap = tuple(
-                    stretches(0, use, covered[use])
-                    + stretches(before[name] + 1, len(trace), len(trace))
-                )
-                carried[len(items)] = name
-                items.append(Item(unit.bytes, unit.bytes, gap))
-    if gradients and recorded is None:
-        last: dict[str, int] = {}
-        for position in contributions(trace):
-            name = trace[position].unit
-            if name in last:
-                size, saved = units[name].kept_gradient_bytes, units[name].gradient_bytes
-                # What a backward adds to is there in the whole of it.
-                gap = ((trace.ends[last[name]] + 1, trace.ends[position] + 1),)
-                reductions[len(items)] = last[name]
-                items.append(Item(size, saved, gap))
-            last[name] = position
-    taken, unproven, kept = frozenset[int](), 0, set[int]()
-    change = [0] * (len(trace) + 1)
-    if gradients and recorded is not None:
-        own = chains(trace, recorded)
-        selection = select(items, own, capacity)
-        taken, unproven = selection.items, selection.unproven
-        for chain, chosen in zip(own, selection.gradients, strict=True):
-            kept.update(chain.positions[index] for index in chosen)
-            for start, stop, size in chain.held(chosen):
-                change[start] += size
-                change[stop] -= size
-    else:
-        packing = pack(items, capacity)
-        taken, unproven = packing.taken, packing.unproven
-        for index in taken & reductions.keys():
-            kept.add(reductions[index])
-            for start, stop, size in items[index].parts:
-                change[start] += size
-                change[stop] -= size
-    return Kept(
-        frozenset(gathers[index] for index in taken & gathers.keys()),
-        frozenset(kept),
-        frozenset(carried[index] for index in taken & carried.keys()),
-        unproven,
-        tuple(accumulate(change[:-1])) if kept else (),
-    )
+    for name, interval in first.items():
+        if carries and not trace.unit(name).trainable:
+            use = interval.waited
+            gap = tuple(
+                stretches(0, use, covered[use])
+                + stretches(before[name] + 1, len(trace), len(trace))
+            )
+            options.append(_Option(Item(size[name], size[name], gap), carried=name))
+    return options
+
+
+def _gradients_to_keep(trace: Trace) -> list[_Option]:
+    options: list[_Option] = []
+    last: dict[str, int] = {}
+    for position in contributions(trace):
+        unit = trace.unit(trace[position].unit)
+        if unit.name in last:
+            # What a backward adds to is there in the whole of it.
+            gap = ((trace.ends[last[unit.name]] + 1, trace.ends[position] + 1),)
+            item = Item(unit.kept_gradient_bytes, unit.gradient_bytes, gap)
+            options.append(_Option(item, reduction=last[unit.name]))
+        last[unit.name] = position
+    return options
+
+
+def _bytes_at_events(parts: Iterable[Part], events: int) -> Iterator[int]:
+    change = [0] * (events + 1)
+    for start, stop, size in parts:
+        change[start] += size
+        change[stop] -= size
+    return accumulate(change[:-1])
 
 
 def merge(intervals: Sequence[Interval], gathers: frozenset[int]) -> tuple[Interval, ...]:
