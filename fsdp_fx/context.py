@@ -677,7 +677,8 @@ class FSDPContext:
                 measurements = unflatten(trace, least, measurements)
         program = plan(trace, self._options, measurements)
         self._window.agreements.commit(program)
-        self._library.add(BoundProgram(program, self._units, measurements))
+        provisional = left is not None and self._options.fills_memory
+        self._library.add(BoundProgram(program, self._units, measurements, provisional))
         logger.info("recorded %d events; the next window replays them", len(trace))
         name = f"program {trace.fingerprint[:12]}"
         show("programs", name, lambda: program.print_readable(print_output=False))

@@ -60,6 +60,8 @@ class BoundProgram:
         program: a verified program.
         units: the context's units by name.
         measurements: what it was planned with, equal on all ranks as far as that matters.
+        provisional: whether the memory it was planned with was measured in a window that had
+            begun with another program. The next window that would begin with it is recorded.
 
     Attributes:
         carried: the units that stay resident from one window to the next.
@@ -73,12 +75,14 @@ class BoundProgram:
         program: Program,
         units: Mapping[str, Unit],
         measurements: Measurements | None = None,
+        provisional: bool = False,
     ) -> None:
         def bind(names: Iterable[str]) -> tuple[Unit, ...]:
             return tuple(units[name] for name in names)
 
         self.program = program
         self.measurements = measurements or Measurements()
+        self.provisional = provisional
         self.carried = frozenset(bind(program.carried))
         contributed = frozenset(contributions(program.trace))
         self.steps = tuple(

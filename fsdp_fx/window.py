@@ -306,6 +306,8 @@ class Window:
             self.on_open()
         self._opened = True
         self.following = self.library.latest
+        if self.following is not None and self.following.provisional:
+            self.following = None
         if self.following is None or self.respecified:
             self.respecified = False
             units = tuple(unit.spec for unit in self.units)

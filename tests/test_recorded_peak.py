@@ -141,7 +141,7 @@ class Allocator:
 
     def max_memory_allocated(self, device: torch.device) -> int:
         with record_function(MARK):
-            return next(self.answers) if self.answers is not None else 0
+            return next(self.answers, 0) if self.answers is not None else 0
 
 
 @pytest.fixture
@@ -193,8 +193,14 @@ def measure(order: str, chunks: Sequence[Chunk], calls: Sequence[Any], close: An
 
 
 def windows(
-    kind: type[Chunk], order: str, compiled: bool, options: dict[str, Any], count: int
+    kind: type[Chunk],
+    order: str,
+    compiled: bool,
+    options: dict[str, Any],
+    count: int,
+    then: str | None = None,
 ) -> tuple[FSDPContext, list[Curve]]:
+    """Windows of one order, then as many of another."""
     chunks = sharded_chunks(kind, order)
     context = FSDPContext("recorded", reduce_gradients="planned", **options)
     context.adopt(*chunks)
@@ -206,7 +212,8 @@ def windows(
             for chunk in chunks
         ]
     close = context.finish_grad_sync
-    return context, [measure(order, chunks, calls, close) for _ in range(count)]
+    orders = [order] * count + ([then] * count if then else [])
+    return context, [measure(each, chunks, calls, close) for each in orders]
 
 
 @pytest.fixture
@@ -265,3 +272,32 @@ def test_recorded_window_takes_no_more_than_fsdp2_with_compiled_layers(
     gradient = 4 * sum(parameter.numel() for parameter in Layer().parameters())
     print(f"{ours.peak / gradient:.2f} gradients of a layer, FSDP2 {theirs.peak / gradient:.2f}")
     assert ours.peak <= theirs.peak
+
+
+@pytest.mark.usefixtures("_without_garbage_collection")
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        ("F0.0 B0.0 F1.0 B1.0 F2.0 B2.0", "F0.0 B0.0 F1.0 B1.0 F2.0 B2.0 F3.0 B3.0"),
+        (ORDERS["chunk by chunk"], ORDERS["interleaved"]),
+    ],
+    ids=["longer", "interleaved"],
+)
+def test_window_that_leaves_its_program_is_recorded_again_under_an_automatic_budget(
+    first: str, then: str, allocator: Allocator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(products, "torch", WithoutTemporaries())
+    monkeypatch.setattr(products, "_add_product", lambda left, right, gradient: None)
+    options: dict[str, Any] = {"memory_budget": "auto", "kept_gradient_dtype": torch.bfloat16}
+    answers: list[int] = []
+    for recorded in (0, 3, 4):  # a curve depends on the plans before it
+        allocator.answers = iter(answers)
+        context, curves = windows(Chunk, first, True, options, 3, then)
+        answers += curves[recorded].between
+    allocator.answers = iter(answers)
+    context, curves = windows(Chunk, first, True, options, 3, then)
+    assert context.stats.divergences == 1
+    assert context.stats.recorded_windows == 3
+    assert context.stats.replayed_windows == 3
+    assert max(curve.peak for curve in curves[1:3]) <= curves[0].peak
+    assert max(curve.peak for curve in curves[5:]) <= curves[4].peak
