@@ -343,7 +343,7 @@ class Block(nn.Module):
 def spying() -> Iterator[Counter[str]]:
     """How many gradients are lent to products: new ones, those that are there, and for nothing.
 
-    And those that are reduced at once, in bf16.
+    And those that are reduced at once, in another dtype than they would be kept in.
     """
     seen: Counter[str] = Counter()
     accumulators, scratch = Unit.accumulators, Unit.scratch_gradients
@@ -359,9 +359,9 @@ def spying() -> Iterator[Counter[str]]:
         return scratch(unit, parameters)
 
     def spy_transient(unit: Unit, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        before = seen["new"] + seen["there"]
         lent = transient(unit, parameters)
-        if small := sum(gradient.dtype is torch.bfloat16 for gradient in lent):
-            seen["transient"] += small
+        seen["transient"] += len(lent) - (seen["new"] + seen["there"] - before)
         return lent
 
     with (
@@ -449,11 +449,13 @@ def equal(one: Sequence[Any], other: Sequence[Any]) -> None:
         assert mine is None or torch.equal(mine, wanted), f"{mine}\n{wanted}"
 
 
+PLANNED = {"reduce_gradients": "planned", "memory_budget": 1 << 20}
 WINDOWS: list[tuple[str, dict[str, Any]]] = [
     ("fp32", {"reduce_gradients": "per_window"}),
     ("bf16", {"reduce_gradients": "per_backward"}),
     ("bf16", {"reduce_gradients": "per_window"}),
-    ("bf16", {"reduce_gradients": "planned", "memory_budget": 1 << 20}),
+    ("bf16", PLANNED),
+    ("fp32", {**PLANNED, "kept_gradient_dtype": torch.bfloat16}),
 ]
 WEIGHTS = 8  # of two chunks of two blocks
 
@@ -467,12 +469,12 @@ def _windows() -> None:
             kept = options["reduce_gradients"] != "per_backward" and (
                 step or options["reduce_gradients"] == "per_window"
             )
-            assert seen == (
+            assert +seen == (
                 {"new": WEIGHTS, "there": 2 * WEIGHTS} if kept else {"transient": 3 * WEIGHTS}
             ), f"{policy} {options} step {step}: {seen}"
             with spying() as seen:
                 wanted = runs[1].window()
-            assert not seen
+            assert not +seen
             equal(mine, wanted)
             assert all(gradient is not None for gradient in mine)
         stats = runs[0].context.stats
@@ -488,8 +490,7 @@ def test_windows_are_bit_by_bit_what_they_are_without(ranks: RankPools) -> None:
 
 def _measured() -> None:
     """What the plan subtracts is what was there, where it was there."""
-    planned = {"reduce_gradients": "planned", "memory_budget": 1 << 20}
-    for accumulate, options in ((True, {}), (True, planned), (False, planned)):
+    for accumulate, options in ((True, {}), (True, PLANNED), (False, PLANNED)):
         run = Run(accumulate, "bf16", options=dict(options))
         with mock.patch(
             "fsdp_fx.context.measurements_of", side_effect=context.measurements_of
@@ -620,7 +621,7 @@ def _other_ways(reduce_gradients: str) -> None:
             return [gradient, *run.close()]
 
         _, seen = same(gradient_of_inputs)
-        assert seen == ({new: 4, "there": 4, "scratch": 4} if kept else {new: 8, "scratch": 4})
+        assert +seen == ({new: 4, "there": 4, "scratch": 4} if kept else {new: 8, "scratch": 4})
 
         def frozen_in_between(run: Run) -> list[torch.Tensor | None]:
             run.forward().backward()
@@ -664,7 +665,7 @@ def _inductor() -> None:
     for _ in range(2):
         with spying() as seen:
             mine = run.window()
-        assert seen == {"new": WEIGHTS, "there": 2 * WEIGHTS}
+        assert +seen == {"new": WEIGHTS, "there": 2 * WEIGHTS}
         for gradient, other in zip(mine, plain.window(), strict=True):
             torch.testing.assert_close(gradient, other, rtol=3e-2, atol=1e-3)
 

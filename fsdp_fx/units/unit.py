@@ -725,10 +725,11 @@ class Unit:
     def transient_gradients(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The full gradients of some parameters that are reduced as soon as they are there.
 
-        What no gradient is there to be added to is written in the parameter's dtype, if that
-        is smaller, where autograd would have left it: the reduction casts it, when the input
-        of the reduction before it is gone. Both in the reduction's dtype would be there at
-        the same time otherwise.
+        What no gradient is there to be added to is written in the parameter's dtype, unless that
+        is larger than the reduction's, where autograd would have left it: the reduction casts
+        it, when the input of the reduction before it is gone. Both in the reduction's dtype
+        would be there at the same time otherwise. In the dtype that gradients are kept in it
+        would be rounded for nothing.
 
         Args:
             parameters: unsharded parameters of this unit.
@@ -740,8 +741,10 @@ class Unit:
         for tensor in parameters:
             parameter = self.group.fsdp_params[self._parameter_index[storage_key(tensor)]]
             unsharded = parameter._unsharded_param
+            reduced = parameter.reduce_dtype or tensor.dtype
             if (
-                tensor.dtype.itemsize < self._gradient_dtype(parameter).itemsize
+                tensor.dtype != self._gradient_dtype(parameter)
+                and tensor.dtype.itemsize <= reduced.itemsize
                 and parameter.sharded_param.requires_grad
                 and parameter.unsharded_accumulated_grad is None
                 and unsharded.grad is None
