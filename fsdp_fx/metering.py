@@ -44,7 +44,8 @@ class Metered:
         peak: the most bytes allocated at any time that was metered, the close included.
         written: by unit and the event under way when it was reduced: bytes of its full
             gradients that products had written.
-        without: by unit and event, the most bytes allocated from that event to the next, less what products had written of the unit's full gradients at that time.
+        without: by unit and event, the most bytes allocated from that event to the next, less
+            what products had written of the unit's full gradients at that time.
         shards: by unit, bytes of the reduced gradients that came in the window.
     """
 

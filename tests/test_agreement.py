@@ -543,6 +543,19 @@ def test_rank_that_leaves_alone_raises_after_the_deadline() -> None:
 # After an abort
 
 
+def goes_on_after_abort(aborted: threading.Event) -> Callable[[Agreement], object]:
+    """A rank that discards its window, says so, and opens the next one."""
+
+    def run(agreement: Agreement) -> None:
+        agreement.abort()
+        aborted.set()
+        agreement.begin()
+        agreement.resume(("c0.a 3 times",))
+        agreement.check()
+
+    return run
+
+
 def test_ranks_that_have_issued_the_same_go_on_after_an_abort() -> None:
     def body(agreement: Agreement) -> None:
         agreement.abort()
@@ -574,17 +587,11 @@ def test_ranks_that_are_out_of_step_after_an_abort_all_raise() -> None:
 def test_rank_that_waits_in_a_window_that_another_has_discarded_raises() -> None:
     aborted = threading.Event()
 
-    def aborts(agreement: Agreement) -> None:
-        agreement.abort()
-        aborted.set()
-        agreement.begin()
-        agreement.resume(("c0.a 3 times",))
-
     def waits(agreement: Agreement) -> None:
         assert aborted.wait(10)
         agreement.check()
 
-    raised = run_ranks(aborts, waits, timeout=1.0)
+    raised = run_ranks(goes_on_after_abort(aborted), waits, timeout=1.0)
     assert (
         "rank 0 has discarded its window with abort(), and rank 1 waits for it there" in (raised[1])
     )
@@ -594,13 +601,6 @@ def test_rank_that_waits_in_a_window_that_another_has_discarded_raises() -> None
 
 def test_rank_that_has_discarded_its_window_waits_for_one_that_was_told_to() -> None:
     aborted = threading.Event()
-
-    def aborts(agreement: Agreement) -> None:
-        agreement.abort()
-        aborted.set()
-        agreement.begin()
-        agreement.resume(("c0.a 3 times",))
-        agreement.check()
 
     def waits(agreement: Agreement) -> None:
         assert aborted.wait(10)
@@ -612,7 +612,7 @@ def test_rank_that_has_discarded_its_window_waits_for_one_that_was_told_to() -> 
         agreement.resume(("c0.a 3 times",))
         agreement.check()
 
-    assert run_ranks(aborts, waits) == ["", ""]
+    assert run_ranks(goes_on_after_abort(aborted), waits) == ["", ""]
 
 
 def test_rank_that_has_discarded_its_window_is_told_what_else_was_wrong_in_it() -> None:
@@ -620,10 +620,7 @@ def test_rank_that_has_discarded_its_window_is_told_what_else_was_wrong_in_it() 
 
     def aborts(agreement: Agreement) -> None:
         agreement.record("c0.a F0")
-        agreement.abort()
-        aborted.set()
-        agreement.begin()
-        agreement.resume(("c0.a 3 times",))
+        goes_on_after_abort(aborted)(agreement)
 
     def differs(agreement: Agreement) -> None:
         assert aborted.wait(10)

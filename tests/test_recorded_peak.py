@@ -1,4 +1,6 @@
-"""A plan under `memory_budget="auto"` allocates no more than its recorded window did.
+"""What windows allocate under `memory_budget="auto"`, beside their recorded window and FSDP2.
+
+docs/memory.md lists what a plan does not count, and may take beyond its recorded window.
 
 The CPU allocator reports no peak, but its events can be read when a window is over. So a window
 is recorded twice: in the first context for the curve, in the second with the curve of the first

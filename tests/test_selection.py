@@ -6,12 +6,14 @@ import random
 from collections.abc import Collection, Sequence
 from itertools import chain as concatenated
 from itertools import combinations
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.optimize import milp
 
-from fsdp_fx.planning import selection
+from fsdp_fx.planning import packing, selection
 from fsdp_fx.planning.gradients import Chain, Part, RecordedGradients, chains
 from fsdp_fx.planning.packing import Item
 from fsdp_fx.planning.selection import Selection, select
@@ -202,6 +204,20 @@ def test_selection_in_rounds_fits_and_its_bound_holds(
     most = worth(items, own, best)
     assert 0.8 * most <= worth(items, own, rounds) <= most
     assert most <= worth(items, own, rounds) + rounds.unproven
+
+
+def test_integer_program_leaves_nothing_between_0_and_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    # HiGHS prints on the way to such solutions, where nobody has asked for it.
+    kinds: list[Any] = []
+
+    def noted(*arguments: Any, integrality: Any, **options: Any) -> Any:
+        kinds.append(integrality)
+        return milp(*arguments, integrality=integrality, **options)
+
+    monkeypatch.setattr(packing, "milp", noted)
+    select(*instance(3))
+    assert kinds
+    assert all((kind == 1).all() for kind in kinds)
 
 
 @pytest.mark.parametrize("program", [True, False])

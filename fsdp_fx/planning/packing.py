@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 from scipy.optimize import Bounds, LinearConstraint, linprog, milp
 from scipy.sparse import csr_array
 
-__all__ = ["Item", "Packing", "pack"]
+__all__ = ["Item", "Packing", "most_valuable", "pack"]
 
 _WIDTHS = 256, 4096  # states: the second is tried where the first had to cut
 _STATES = 24_000_000  # in all, over the items, which bounds memory
@@ -125,6 +125,38 @@ def pack(items: Sequence[Item], capacity: Sequence[int]) -> Packing:
         taken.update(component[index] for index in choice.taken)
         unproven += choice.bound - choice.worth
     return Packing(frozenset(taken), unproven)
+
+
+def most_valuable(
+    values: _Ints, constraints: Sequence[LinearConstraint], nodes: int
+) -> tuple[tuple[int, ...], int] | None:
+    """The most valuable choice that some constraints allow, by SciPy's HiGHS.
+
+    Args:
+        values: what each variable, 0 or 1, is worth. Not all are 0.
+        constraints: of the variables, with coefficients of at most 1, which suits HiGHS's
+            absolute tolerances: the choice keeps to them within these.
+        nodes: of branch and bound, at most.
+
+    Returns:
+        The variables that are 1, and what no choice is worth more than; None if nothing was
+        found.
+    """
+    # Variables between 0 and 1, where they would do, make HiGHS print what it tries.
+    found = milp(
+        -values / values.max(),
+        constraints=constraints,
+        integrality=np.ones(len(values)),
+        bounds=Bounds(0, 1),
+        options={"mip_rel_gap": 0.0, "node_limit": nodes},
+    )
+    if found.x is None:
+        return None
+    # HiGHS stops at an absolute gap of 1e-6. The bound is rounded down to a sum of values.
+    step = int(np.gcd.reduce(values))
+    bound = (1e-6 - found.mip_dual_bound) * float(values.max())
+    limit = int((bound * (1 + 1e-9) + 1e-3 * step) // step) * step
+    return tuple(np.flatnonzero(found.x > 0.5).tolist()), limit
 
 
 def _components(parts: Sequence[_Parts], indices: Sequence[int]) -> list[list[int]]:
@@ -247,25 +279,16 @@ class _Component:
         return _Choice(tuple(sorted(taken)), worth, int(self.value.sum()))
 
     def _integer_program(self, best: _Choice) -> _Choice:
-        # Divided by what all sizes are multiples of, room is rounded down to what can be
-        # filled; the same for values and the bound.
-        unit, step = int(np.gcd.reduce(self.sizes)), int(np.gcd.reduce(self.value))
+        # Divided by what all sizes are multiples of, room is rounded down to what can be filled.
+        unit = int(np.gcd.reduce(self.sizes))
         largest = self.sizes[-1] // unit
-        found = milp(
-            -self.value / self.value.max(),
-            constraints=LinearConstraint(
-                self._rows() / (unit * largest), -np.inf, self.room[self.binding] // unit / largest
-            ),
-            integrality=np.ones(len(self.value)),
-            bounds=Bounds(0, 1),
-            options={"mip_rel_gap": 0.0, "node_limit": _NODES},
+        room = LinearConstraint(
+            self._rows() / (unit * largest), -np.inf, self.room[self.binding] // unit / largest
         )
-        if found.x is None:
+        found = most_valuable(self.value, [room], _NODES)
+        if found is None:
             return best
-        # HiGHS stops at an absolute gap of 1e-6.
-        bound = (1e-6 - found.mip_dual_bound) * float(self.value.max())
-        limit = int((bound * (1 + 1e-9) + 1e-3 * step) // step) * step
-        taken = tuple(np.flatnonzero(found.x > 0.5).tolist())
+        taken, limit = found
         worth = int(self.value[list(taken)].sum())
         # What HiGHS finds is within its tolerance, which is not quite the room.
         if worth > best.worth and self.fits(taken):

@@ -21,11 +21,11 @@ from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import coo_array
+from scipy.optimize import LinearConstraint
+from scipy.sparse import csr_array
 
 from fsdp_fx.planning.gradients import Chain, Part
-from fsdp_fx.planning.packing import Item, pack
+from fsdp_fx.planning.packing import Item, most_valuable, pack
 
 __all__ = ["Selection", "select"]
 
@@ -184,7 +184,7 @@ class _Problem:
             for index in range(len(chain.positions)):
                 around = own[max(0, index - 1) : index + 1]
                 # There if the gradient is kept before or after.
-                end = program.share([chain.end(index)])
+                end = program.choose(0, [chain.end(index)])
                 for each in around:
                     program.at_most(each, end)
                 if chain.written[index]:
@@ -199,14 +199,15 @@ class _Problem:
                     relieved: list[Part] = [(*chain.gap(index), -chain.shards)]
                     if index:
                         relieved.append((*chain.whole(index), -chain.shards))
-                    before, unreduced = unreduced, program.share(relieved)
+                    before, unreduced = unreduced, program.choose(0, relieved)
                     program.at_most(unreduced, own[index])
                     if before is not None:
                         program.at_most(unreduced, before)
         worth = self.worth(best)
-        taken, bound = program.solve(self._room)
-        if taken is None:
+        solved = program.solve(self._room)
+        if solved is None:
             return best, self.bound()
+        taken, bound = solved
         found = _Taken(
             {index for index in range(len(self._items)) if index in taken},
             [{i for i, variable in enumerate(own) if variable in taken} for own in variables],
@@ -218,90 +219,57 @@ class _Problem:
 
 
 class _Program:
-    """An integer program over choices and what they share, between 0 and 1 as these allow."""
+    """An integer program: what is chosen, and what follows from it and is worth nothing."""
 
     def __init__(self, places: int) -> None:
         self._places = places
         self._values: list[int] = []
-        self._whole: list[int] = []
-        self._parts: list[tuple[int, int, int, int]] = []
+        self._parts: list[tuple[int, Part]] = []
         self._orders: list[tuple[int, int]] = []
 
     def choose(self, value: int, parts: Iterable[Part]) -> int:
-        """Add a choice, and what it takes."""
+        """Add a variable, and what it takes."""
         self._values.append(value)
-        self._whole.append(1)
-        self.occupy(len(self._values) - 1, parts)
-        return len(self._values) - 1
-
-    def share(self, parts: Iterable[Part]) -> int:
-        """Add something that follows from choices, and what it takes."""
-        self._values.append(0)
-        self._whole.append(0)
         self.occupy(len(self._values) - 1, parts)
         return len(self._values) - 1
 
     def occupy(self, variable: int, parts: Iterable[Part]) -> None:
         """What a variable takes besides."""
-        self._parts += [(variable, *part) for part in parts if part[0] < part[1] and part[2]]
+        self._parts += [(variable, part) for part in parts if part[0] < part[1] and part[2]]
 
     def at_most(self, one: int, other: int) -> None:
         """Where ``one`` is, ``other`` is."""
         self._orders.append((one, other))
 
-    def solve(self, room: _Ints) -> tuple[set[int] | None, int]:
-        """The choices that are taken, None if none were found; and a bound of their worth."""
-        count = len(self._values)
+    def solve(self, room: _Ints) -> tuple[tuple[int, ...], int] | None:
+        """The variables that are chosen, and a bound of their worth; None if none were found."""
         if not any(self._values):
-            return None, 0
-        values = np.array(self._values, dtype=np.int64)
-        sizes = [abs(size) for *_, size in self._parts]
-        unit = int(np.gcd.reduce(sizes)) if sizes else 1
-        step = int(np.gcd.reduce(values))
-        largest = max(sizes, default=unit) // unit
-        lengths = [stop - start for _, start, stop, _ in self._parts]
-        rows = [np.arange(start, stop) for _, start, stop, _ in self._parts]
-        places = coo_array(
-            (
-                np.repeat([size // unit / largest for *_, size in self._parts], lengths),
-                (
-                    np.concatenate(rows) if rows else np.zeros(0, dtype=np.int64),
-                    np.repeat([variable for variable, *_ in self._parts], lengths).astype(int),
-                ),
-            ),
-            shape=(self._places, count),
-        ).tocsr()
-        constraints = [LinearConstraint(places, -np.inf, room // unit / largest)]
+            return None
+        sizes = [abs(size) for _, (*_, size) in self._parts] or [1]
+        unit = int(np.gcd.reduce(sizes))
+        largest = max(sizes) // unit
+        taken = [
+            (place, variable, size // unit / largest)
+            for variable, (start, stop, size) in self._parts
+            for place in range(start, stop)
+        ]
+        constraints = [
+            LinearConstraint(self._matrix(taken, self._places), -np.inf, room // unit / largest)
+        ]
         if self._orders:
-            lines = np.arange(len(self._orders))
-            signs = np.ones(len(lines))
-            orders = coo_array(
-                (
-                    np.concatenate([signs, -signs]),
-                    (
-                        np.concatenate([lines, lines]),
-                        np.array(
-                            [one for one, _ in self._orders] + [two for _, two in self._orders]
-                        ),
-                    ),
-                ),
-                shape=(len(lines), count),
-            ).tocsr()
-            constraints.append(LinearConstraint(orders, -np.inf, 0))
-        found = milp(
-            -values / values.max(),
-            constraints=constraints,
-            integrality=np.array(self._whole),
-            bounds=Bounds(0, 1),
-            options={"mip_rel_gap": 0.0, "node_limit": _NODES},
-        )
-        if found.x is None:
-            return None, 0
-        # HiGHS stops at an absolute gap of 1e-6.
-        bound = (1e-6 - found.mip_dual_bound) * float(values.max())
-        limit = int((bound * (1 + 1e-9) + 1e-3 * step) // step) * step
-        whole = np.array(self._whole, dtype=bool)
-        return set(np.flatnonzero((found.x > 0.5) & whole).tolist()), limit
+            ordered = [
+                (row, variable, sign)
+                for row, order in enumerate(self._orders)
+                for variable, sign in zip(order, (1.0, -1.0), strict=True)
+            ]
+            constraints.append(
+                LinearConstraint(self._matrix(ordered, len(self._orders)), -np.inf, 0)
+            )
+        return most_valuable(np.array(self._values, dtype=np.int64), constraints, _NODES)
+
+    def _matrix(self, entries: Sequence[tuple[int, int, float]], rows: int) -> csr_array:
+        row, column, value = zip(*entries, strict=True) if entries else ((), (), ())
+        return csr_array((value, (row, column)), shape=(rows, len(self._values)))
 
 
 def _less(part: Part, size: int) -> Part:
